@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -10,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atroposlib.errors import RequestFault
-
-Json = dict[str, Any]
+from atroposlib.type_definitions import JsonObject
 
 
 class JsonResponse(Response):
@@ -23,7 +21,7 @@ class JsonResponse(Response):
         return orjson.dumps(content)
 
 
-async def read_json(request: Request) -> Json:
+async def read_json(request: Request) -> JsonObject:
     """The body as an object; an empty body is `{}`."""
     raw = await request.body()
     if not raw.strip():
@@ -37,7 +35,7 @@ async def read_json(request: Request) -> Json:
     return body
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, None]) -> None:
+async def unless_disconnected(request: Request, work: Coroutine[object, object, None]) -> None:
     """Finish `work`, or cancel it when the client goes away first; the body must have been read."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request))

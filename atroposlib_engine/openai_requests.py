@@ -1,15 +1,12 @@
 """From OpenAI's chat and completion bodies to sequences: template, sampling parameters, log-probabilities wanted."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import JsonObject
 from atroposlib_engine.engine import Engine
 from atroposlib_engine.generation import Generation, LogprobWish
-from atroposlib_engine.http import Json
 from atroposlib_engine.requests import build_generations, encode_prompts
 from atroposlib_engine.sampling import SamplingParams, parse_sampling
 
@@ -20,7 +17,7 @@ _SAME_NAME = (
 )  # fmt: skip
 
 
-def chat_generations(body: Json, engine: Engine) -> list[Generation]:
+def chat_generations(body: JsonObject, engine: Engine) -> list[Generation]:
     """The n sequences of a chat body."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -35,7 +32,7 @@ def chat_generations(body: Json, engine: Engine) -> list[Generation]:
     return build_generations(engine, prompt, _sampling(body, limit), wish, body.get("rid"))
 
 
-def completion_generations(body: Json, engine: Engine) -> list[Generation]:
+def completion_generations(body: JsonObject, engine: Engine) -> list[Generation]:
     """The sequences of a completion body, prompt by prompt."""
     if body.get("prompt") in (None, "", []):
         raise RequestFault("prompt is missing.")
@@ -53,7 +50,7 @@ def completion_generations(body: Json, engine: Engine) -> list[Generation]:
     ]
 
 
-def render_chat(messages: list[Any], body: Json, engine: Engine) -> str:
+def render_chat(messages: list[JsonObject], body: JsonObject, engine: Engine) -> str:
     """The prompt text of a conversation, by the model's own template.
 
     Raises:
@@ -77,7 +74,7 @@ def render_chat(messages: list[Any], body: Json, engine: Engine) -> str:
         raise RequestFault(f"the messages do not fit the model's chat template: {error}.") from error
 
 
-def _plain_message(message: object) -> Json:
+def _plain_message(message: object) -> JsonObject:
     """A message whose content is one text; parts of kind text are joined."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestFault(f"every message needs a role, got {str(message)[:80]}.")
@@ -92,12 +89,12 @@ def _plain_message(message: object) -> Json:
     return {**message, "content": content or ""}
 
 
-def _sampling(body: Mapping[str, Any], max_tokens: object) -> SamplingParams:
+def _sampling(body: JsonObject, max_tokens: object) -> SamplingParams:
     named = {name: body[name] for name in _SAME_NAME if body.get(name) is not None}
     return parse_sampling({**named, "max_new_tokens": max_tokens, "min_new_tokens": body.get("min_tokens", 0)})
 
 
-def _refuse_grammar(body: Json) -> None:
+def _refuse_grammar(body: JsonObject) -> None:
     wanted = body.get("response_format")
     if isinstance(wanted, dict) and wanted.get("type", "text") != "text":
         raise RequestFault("response_format is not supported by the embedded engine; use SGLang for it.")

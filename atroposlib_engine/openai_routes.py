@@ -2,7 +2,6 @@
 
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
@@ -11,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import JsonObject
 from atroposlib_engine.engine import Engine
 from atroposlib_engine.generation import Generation, TopLogprobs
-from atroposlib_engine.http import Json, JsonResponse, read_json, unless_disconnected
+from atroposlib_engine.http import JsonResponse, read_json, unless_disconnected
 from atroposlib_engine.llama import Vocabulary
 from atroposlib_engine.openai_requests import chat_generations, completion_generations
 from atroposlib_engine.replies import visible_text
@@ -34,13 +34,16 @@ def routes(engine: Engine) -> list[tuple[str, Handler, list[str]]]:
     return [("/v1/chat/completions", chat, ["POST"]), ("/v1/completions", completions, ["POST"])]
 
 
-def error_body(message: str, kind: str, code: int) -> Json:
+def error_body(message: str, kind: str, code: int) -> JsonObject:
     """SGLang's error object on OpenAI routes."""
     return {"object": "error", "message": message, "type": kind, "param": None, "code": code}
 
 
 async def _answer(
-    request: Request, engine: Engine, shape: "_Shape", parse: Callable[[Json, Engine], list[Generation]]
+    request: Request,
+    engine: Engine,
+    shape: "_Chat | _Completion",
+    parse: Callable[[JsonObject, Engine], list[Generation]],
 ) -> Response:
     try:
         body = await read_json(request)
@@ -64,9 +67,9 @@ async def _answer(
 
 
 async def _stream(
-    engine: Engine, shape: "_Shape", generations: list[Generation], head: Json, body: Json
+    engine: Engine, shape: "_Chat | _Completion", generations: list[Generation], head: JsonObject, body: JsonObject
 ) -> AsyncIterator[bytes]:
-    def event(choices: list[Json], **more: object) -> bytes:
+    def event(choices: list[JsonObject], **more: object) -> bytes:
         chunk = {"id": head["id"], "object": shape.part, "created": head["created"], "model": head["model"]}
         return b"data: " + orjson.dumps({**chunk, "choices": choices, **more}) + b"\n\n"
 
@@ -85,55 +88,38 @@ class _Sent:
 
     index: int
     text: str = ""
-    tokens: int = 0
-    started: bool = False
+    tokens: int | None = None
+
+    def new_text(self, generation: Generation, vocabulary: Vocabulary) -> str:
+        """Return what was added since the last call; a stop string that appears late cannot be taken back."""
+        text = visible_text(generation, vocabulary)
+        new = text[len(self.text) :]
+        self.text = text if len(text) > len(self.text) else self.text
+        return new
 
 
-class _Shape(ABC):
-    """The differences between the two routes."""
+class _Chat:
+    """`choice` is a finished one, `deltas` what has been added to one since the last call; also below."""
 
-    whole: str
-    part: str
+    whole, part = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
-    @abstractmethod
-    def choice(self, index: int, generation: Generation, body: Json) -> Json:
-        """One finished choice."""
-
-    @abstractmethod
-    def deltas(self, sent: _Sent, generation: Generation) -> list[Json]:
-        """Stream choices for what has been added since the last call."""
-
-    def _piece(self, token: int) -> str:
-        return self._vocabulary.decode([token], special=True)
-
-    def _new_text(self, sent: _Sent, generation: Generation) -> str:
-        """Return what was added since the last call; a stop string that appears late cannot be taken back."""
-        text = visible_text(generation, self._vocabulary)
-        new = text[len(sent.text) :]
-        sent.text = text if len(text) > len(sent.text) else sent.text
-        return new
-
-
-class _Chat(_Shape):
-    whole, part = "chat.completion", "chat.completion.chunk"
-
-    def choice(self, index: int, generation: Generation, body: Json) -> Json:
+    def choice(self, index: int, generation: Generation, body: JsonObject) -> JsonObject:
         text = visible_text(generation, self._vocabulary)
         message = {"role": "assistant", "content": text, "reasoning_content": None, "tool_calls": None}
         logprobs = self._logprobs(generation, 0, len(generation.logprobs))
         return {"index": index, "message": message, "logprobs": logprobs, **_ending(generation)}
 
-    def deltas(self, sent: _Sent, generation: Generation) -> list[Json]:
+    def deltas(self, sent: _Sent, generation: Generation) -> list[JsonObject]:
         choices = []
-        if not sent.started:
-            sent.started = True
+        if sent.tokens is None:
+            sent.tokens = 0
             role = {"reasoning_content": None, "role": "assistant", "content": ""}
             choices.append(_delta(sent.index, role, None))
         until = len(generation.logprobs)
-        text = self._new_text(sent, generation)
+        text = sent.new_text(generation, self._vocabulary)
         if text or (until > sent.tokens and generation.wish.output):
             logprobs = self._logprobs(generation, sent.tokens, until)
             choices.append(_delta(sent.index, {"reasoning_content": None, "content": text}, logprobs))
@@ -143,13 +129,13 @@ class _Chat(_Shape):
             choices.append({**ending, **_ending(generation)})
         return choices
 
-    def _logprobs(self, generation: Generation, first: int, until: int) -> Json | None:
+    def _logprobs(self, generation: Generation, first: int, until: int) -> JsonObject | None:
         if not generation.wish.output:
             return None
 
-        def entry(token: int, logprob: float) -> Json:
+        def entry(token: int, logprob: float) -> JsonObject:
             raw = self._vocabulary.token_bytes(token)
-            return {"token": self._piece(token), "bytes": list(raw), "logprob": logprob}
+            return {"token": raw.decode("utf-8", "replace"), "bytes": list(raw), "logprob": logprob}
 
         content = []
         for at in range(first, until):
@@ -160,25 +146,32 @@ class _Chat(_Shape):
         return {"content": content}
 
 
-class _Completion(_Shape):
+class _Completion:
     whole = part = "text_completion"
 
-    def choice(self, index: int, generation: Generation, body: Json) -> Json:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def choice(self, index: int, generation: Generation, body: JsonObject) -> JsonObject:
         echo = self._vocabulary.decode(generation.prompt) if body.get("echo") else ""
         text = echo + visible_text(generation, self._vocabulary)
         logprobs = self._logprobs(generation, 0, len(generation.logprobs), with_prompt=bool(body.get("echo")))
         return {"index": index, "text": text, "logprobs": logprobs, **_ending(generation)}
 
-    def deltas(self, sent: _Sent, generation: Generation) -> list[Json]:
+    def deltas(self, sent: _Sent, generation: Generation) -> list[JsonObject]:
         until = len(generation.logprobs)
-        text = self._new_text(sent, generation)
-        logprobs = self._logprobs(generation, sent.tokens, until, with_prompt=False)
+        text = sent.new_text(generation, self._vocabulary)
+        logprobs = self._logprobs(generation, sent.tokens or 0, until, with_prompt=False)
         sent.tokens = until
         return [{"index": sent.index, "text": text, "logprobs": logprobs, **_ending(generation)}]
 
-    def _logprobs(self, generation: Generation, first: int, until: int, *, with_prompt: bool) -> Json | None:
+    def _logprobs(self, generation: Generation, first: int, until: int, *, with_prompt: bool) -> JsonObject | None:
         if not generation.wish.output:
             return None
+
+        def piece(token: int) -> str:
+            return self._vocabulary.decode([token], special=True)
+
         start = len(generation.prompt)
         tokens = generation.tokens[start + first : start + until]
         values: list[float | None] = [*generation.logprobs[first:until]]
@@ -190,18 +183,18 @@ class _Completion(_Shape):
         return {
             "text_offset": [-1] * len(tokens),
             "token_logprobs": values,
-            "tokens": [self._piece(token) for token in tokens],
+            "tokens": [piece(token) for token in tokens],
             "top_logprobs": [
-                None if best is None else {self._piece(token): logprob for logprob, token in best} for best in top
+                None if best is None else {piece(token): logprob for logprob, token in best} for best in top
             ],
         }
 
 
-def _delta(index: int, delta: Json, logprobs: Json | None) -> Json:
+def _delta(index: int, delta: JsonObject, logprobs: JsonObject | None) -> JsonObject:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, "matched_stop": None}
 
 
-def _ending(generation: Generation) -> Json:
+def _ending(generation: Generation) -> JsonObject:
     finish = generation.finish
     return {
         "finish_reason": None if finish is None else finish.kind,
@@ -209,7 +202,7 @@ def _ending(generation: Generation) -> Json:
     }
 
 
-def _usage(generations: list[Generation]) -> Json:
+def _usage(generations: list[Generation]) -> JsonObject:
     """Every prompt counts once, every choice's new tokens count."""
     prompts = sum(len(generation.prompt) for generation in generations if generation.index == 0)
     completions = sum(generation.completion_tokens for generation in generations)

@@ -1,14 +1,11 @@
 """SGLang's reply objects, as recorded from version 0.5.11: names, order, nulls and cumulative streams."""
 
-from typing import Any
-
+from atroposlib.type_definitions import JsonObject
 from atroposlib_engine.generation import Generation, TopLogprobs
 from atroposlib_engine.llama import Vocabulary
 
-Json = dict[str, Any]
 
-
-def generate_reply(generation: Generation, vocabulary: Vocabulary, *, text_in_logprobs: bool = False) -> Json:
+def generate_reply(generation: Generation, vocabulary: Vocabulary, *, text_in_logprobs: bool = False) -> JsonObject:
     """One object of `/generate`, finished or so far."""
     return {
         "text": visible_text(generation, vocabulary),
@@ -17,7 +14,7 @@ def generate_reply(generation: Generation, vocabulary: Vocabulary, *, text_in_lo
     }
 
 
-def finish_reason(generation: Generation) -> Json | None:
+def finish_reason(generation: Generation) -> JsonObject | None:
     """`meta_info.finish_reason`: null while it runs."""
     finish = generation.finish
     if finish is None:
@@ -63,7 +60,7 @@ def complete_characters(raw: bytes) -> bytes:
     return raw
 
 
-def _meta_info(generation: Generation, vocabulary: Vocabulary, text_in_logprobs: bool) -> Json:
+def _meta_info(generation: Generation, vocabulary: Vocabulary, text_in_logprobs: bool) -> JsonObject:
     def entry(logprob: float | None, token: int) -> list[object]:
         text = vocabulary.decode([token], special=True) if text_in_logprobs else None
         return [logprob, token, text]
@@ -71,7 +68,7 @@ def _meta_info(generation: Generation, vocabulary: Vocabulary, text_in_logprobs:
     def top_entry(best: TopLogprobs | None) -> list[list[object]] | None:
         return None if best is None else [entry(logprob, token) for logprob, token in best]
 
-    meta: Json = {
+    meta: JsonObject = {
         "id": generation.rid,
         "finish_reason": finish_reason(generation),
         "prompt_tokens": len(generation.prompt),
@@ -106,7 +103,7 @@ def _meta_info(generation: Generation, vocabulary: Vocabulary, text_in_logprobs:
     return meta
 
 
-def _timing(generation: Generation, finished_at: float) -> Json:
+def _timing(generation: Generation, finished_at: float) -> JsonObject:
     decoding = finished_at - (generation.first_token_at or finished_at)
     return {
         "e2e_latency": finished_at - generation.received_at,

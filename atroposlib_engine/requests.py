@@ -3,9 +3,9 @@
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import Json
 from atroposlib_engine.engine import Engine
 from atroposlib_engine.generation import Generation, LogprobWish
 from atroposlib_engine.sampling import SamplingParams, parse_sampling
@@ -136,7 +136,7 @@ def _check_ids(ids: Sequence[object], engine: Engine, what: str) -> None:
             )
 
 
-def _per_prompt(value: Any, count: int, what: str) -> list[Any]:
+def _per_prompt(value: Json, count: int, what: str) -> list[Json]:
     """One value for every prompt: a list is taken prompt by prompt, anything else is repeated."""
     if not isinstance(value, list):
         return [value] * count

@@ -8,11 +8,11 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
 from atroposlib.errors import RequestFault
+from atroposlib.type_definitions import JsonObject
 
 _UNSUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
 _IGNORED = ("spaces_between_special_tokens", "custom_params", "stream_interval", *_UNSUPPORTED)
@@ -91,7 +91,7 @@ def parse_sampling(raw: object) -> SamplingParams:
         raw = {}
     if not isinstance(raw, dict):
         raise RequestFault(f"sampling_params must be an object, got {type(raw).__name__}.")
-    given: dict[str, Any] = {k: v for k, v in raw.items() if v is not None or k == "max_new_tokens"}
+    given: JsonObject = {k: v for k, v in raw.items() if v is not None or k == "max_new_tokens"}
     if "seed" in given:
         given["sampling_seed"] = given.pop("seed")
     for name in given:
@@ -114,7 +114,7 @@ def parse_sampling(raw: object) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in given.items() if name in _NAMES})
 
 
-def _check_lists(given: dict[str, Any]) -> None:
+def _check_lists(given: JsonObject) -> None:
     stop = given.get("stop", "")
     if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(text, str) for text in stop)):
         raise RequestFault(f"stop must be a string or a list of strings, got {stop!r}.")

@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from atroposlib.type_definitions import JsonObject
 from atroposlib_engine.engine import Engine
-from atroposlib_engine.http import Json, JsonResponse
+from atroposlib_engine.http import JsonResponse
 
 PROTOCOL_VERSION = "0.5.11"  # the SGLang release whose replies the engine follows
 _DEPRECATED = "Endpoint '/get_weight_version' or '/weight_version' is deprecated. Please use '/model_info' instead."
@@ -47,7 +48,7 @@ def routes(engine: Engine) -> list[tuple[str, Handler, list[str]]]:
     ]
 
 
-def models(engine: Engine, created: int) -> Json:
+def models(engine: Engine, created: int) -> JsonObject:
     entry = {
         "id": engine.model_name,
         "object": "model",
@@ -60,7 +61,7 @@ def models(engine: Engine, created: int) -> Json:
     return {"object": "list", "data": [entry]}
 
 
-def model_info(engine: Engine) -> Json:
+def model_info(engine: Engine) -> JsonObject:
     return {
         "model_path": engine.model_path,
         "tokenizer_path": engine.tokenizer_path,
@@ -74,7 +75,7 @@ def model_info(engine: Engine) -> Json:
     }
 
 
-def server_info(engine: Engine) -> Json:
+def server_info(engine: Engine) -> JsonObject:
     """The keys that clients read; a real SGLang gives some 370."""
     version = engine.scheduler.weight_version
     state = {
@@ -101,7 +102,7 @@ def server_info(engine: Engine) -> Json:
     }
 
 
-def _load(engine: Engine) -> Json:
+def _load(engine: Engine) -> JsonObject:
     """The load under SGLang's names, in the order of `/v1/loads`."""
     scheduler, counters = engine.scheduler, engine.scheduler.counters
     used, capacity = scheduler.used_tokens, engine.llama.slots * engine.llama.context
@@ -118,7 +119,7 @@ def _load(engine: Engine) -> Json:
     }
 
 
-def loads(engine: Engine) -> Json:
+def loads(engine: Engine) -> JsonObject:
     one = _load(engine)
     running, waiting, used = one["num_running_reqs"], one["num_waiting_reqs"], one["num_used_tokens"]
     one |= {
@@ -144,7 +145,7 @@ def loads(engine: Engine) -> Json:
     }
 
 
-def load(engine: Engine) -> list[Json]:
+def load(engine: Engine) -> list[JsonObject]:
     scheduler = engine.scheduler
     waiting = list(scheduler.waiting)
     return [
