@@ -7,7 +7,7 @@ from atroposlib.errors import RequestFault
 from atroposlib.type_definitions import JsonObject
 from atroposlib_engine.engine import Engine
 from atroposlib_engine.generation import Generation, LogprobWish
-from atroposlib_engine.requests import build_generations, encode_prompts
+from atroposlib_engine.requests import build_generations, encode_prompts, integer
 from atroposlib_engine.sampling import SamplingParams, parse_sampling
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default, kept by SGLang
@@ -25,10 +25,7 @@ def chat_generations(body: JsonObject, engine: Engine) -> list[Generation]:
     _refuse_grammar(body)
     prompt = engine.llama.vocabulary.encode(render_chat(messages, body, engine), begin=False)
     limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    top = body.get("top_logprobs") or 0
-    if not isinstance(top, int):
-        raise RequestFault(f"top_logprobs must be an integer, got {top!r}.")
-    wish = LogprobWish(output=bool(body.get("logprobs")), top=top)
+    wish = LogprobWish(output=bool(body.get("logprobs")), top=integer(body.get("top_logprobs"), "top_logprobs"))
     return build_generations(engine, prompt, _sampling(body, limit), wish, body.get("rid"))
 
 
@@ -39,9 +36,8 @@ def completion_generations(body: JsonObject, engine: Engine) -> list[Generation]
     _refuse_grammar(body)
     prompts, _ = encode_prompts(body["prompt"], engine)
     top = body.get("logprobs")
-    if top is not None and (isinstance(top, bool) or not isinstance(top, int)):
-        raise RequestFault(f"logprobs must be an integer, got {top!r}.")
-    wish = LogprobWish(output=top is not None, prompt_from=0 if body.get("echo") else -1, top=top or 0)
+    start = 0 if body.get("echo") else -1
+    wish = LogprobWish(output=top is not None, prompt_from=start, top=integer(top, "logprobs"))
     params = _sampling(body, body.get("max_tokens", _COMPLETION_MAX_TOKENS))
     return [
         generation

@@ -41,7 +41,11 @@ def parse_generate(body: object, engine: Engine) -> GenerateRequest:
     if is_batch and isinstance(body.get("rid"), str):
         rids = [f"{rid}_{at}" for at, rid in enumerate(rids)]
     wishes = [
-        LogprobWish(output=bool(wanted), prompt_from=_integer(start, -1), top=_integer(top, 0) if wanted else 0)
+        LogprobWish(
+            output=bool(wanted),
+            prompt_from=integer(start, "logprob_start_len", -1),
+            top=integer(top, "top_logprobs_num") if wanted else 0,
+        )
         for wanted, start, top in zip(
             _per_prompt(body.get("return_logprob", False), count, "return_logprob"),
             _per_prompt(body.get("logprob_start_len", -1), count, "logprob_start_len"),
@@ -151,9 +155,10 @@ def _rid(value: object) -> str | None:
     return value
 
 
-def _integer(value: object, default: int) -> int:
+def integer(value: object, what: str, default: int = 0) -> int:
+    """An integer of a body; True and False are none."""
     if value is None:
         return default
-    if not isinstance(value, int):
-        raise RequestFault(f"logprob_start_len and top_logprobs_num must be integers, got {value!r}.")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestFault(f"{what} must be an integer, got {value!r}.")
     return value

@@ -18,6 +18,7 @@ _UNSUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
 _IGNORED = ("spaces_between_special_tokens", "custom_params", "stream_interval", *_UNSUPPORTED)
 _BLOCK = 64  # tokens summed together when a draw is located
 SMALLEST_TEMPERATURE = 1e-6
+MOST_CHOICES = 4096
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ _RANGES = {  # name -> (test, what SGLang says)
     "repetition_penalty": (lambda v: 0 < v <= 2, "repetition_penalty must be in (0, 2], got {}."),
     "min_new_tokens": (lambda v: v >= 0, "min_new_tokens must be at least 0, got {}."),
     "max_new_tokens": (lambda v: v >= 1, "max_new_tokens must be at least 1, got {}."),
-    "n": (lambda v: v >= 1, "n must be at least 1, got {}."),
+    "n": (lambda v: 1 <= v <= MOST_CHOICES, f"n must be at least 1 and at most {MOST_CHOICES}, got {{}}."),
 }
 _INTEGERS = ("max_new_tokens", "top_k", "min_new_tokens", "n", "sampling_seed")
 

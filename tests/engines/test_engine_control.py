@@ -189,6 +189,7 @@ def test_what_openai_routes_cannot_honour_is_refused_in_their_shape(live_engine)
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, "you"]}]},
         {"messages": messages, "logprobs": True, "top_logprobs": "all"},
+        {"messages": messages, "logprobs": True, "top_logprobs": True},
         {"messages": messages, "max_tokens": 600},
         {"messages": messages, "temperature": -1},
     ):

@@ -134,6 +134,7 @@ REFUSED = {
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     "n 0": ({"n": 0}, "n must be at least 1"),
     "true is no number": ({"n": True}, "n must be at least 1"),
+    "more than fits anywhere": ({"n": 1e308}, "n must be at least 1 and at most 4096"),
     "stop of numbers": ({"stop": [1]}, "stop must be"),
     "grammar": ({"json_schema": "{}"}, "not supported by the embedded engine"),
     "no object": ([1], "sampling_params must be an object"),
