@@ -26,7 +26,7 @@ from atroposlib.api.group_codec import GROUPS_TYPE, decode_batch, encode_group, 
 from atroposlib.backoff import backoff_s
 from atroposlib.errors import ApiError
 from atroposlib.json_lines import object_in
-from atroposlib.type_definitions import JsonObject
+from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Response:
     body: bytes
     headers: Mapping[str, str]
 
-    def json(self) -> JsonObject:
+    def json(self) -> Json:
         """Return the object that the body holds; ApiError when something else answers there."""
         with contextlib.suppress(msgspec.DecodeError):
             if isinstance(found := msgspec.json.decode(self.body), dict):
