@@ -178,7 +178,8 @@ async def test_another_server_at_the_address_is_told_apart(body):
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", welcome)
     async with TestServer(app) as other:
-        env, trainer = (kind(str(other.make_url("/"))) for kind in (EnvClient, TrainerClient))
+        url = str(other.make_url("/"))
+        env, trainer = EnvClient(url), TrainerClient(url)
         async with env, trainer:
             for ask in (partial(env.register, ENV), env.info, partial(trainer.register, REGISTRATION), trainer.batch):
                 with pytest.raises(
