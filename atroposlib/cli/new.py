@@ -10,7 +10,7 @@ import typer
 
 from atroposlib.cli.boundary import App, run
 from atroposlib.errors import ConfigError
-from atroposlib.paths import expand_path
+from atroposlib.paths import expand_path, write_text_atomic
 
 HELP = """Write files to begin with.
 
@@ -106,7 +106,7 @@ def env(
     where.mkdir(parents=True, exist_ok=True)
     for file, text in written.items():
         (where / file).parent.mkdir(parents=True, exist_ok=True)
-        (where / file).write_text(text, encoding="utf-8")
+        write_text_atomic(where / file, text)
     if package:
         print(
             f"wrote {', '.join(written)}. Then:\n\ncd {where}\npip install -e . && python -m pytest\n"

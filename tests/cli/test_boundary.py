@@ -3,6 +3,7 @@
 import errno
 import io
 import re
+import subprocess
 import sys
 
 import pytest
@@ -81,3 +82,20 @@ def test_ctrl_c_is_a_sentence(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="130"):
         boundary.run(boundary.command(stopped), "atropos data")
     assert capsys.readouterr().err.strip() == "atropos data: stopped; nothing half-written is left"
+
+
+NEW_WHERE_NO_FILE_MAY_GROW = """
+import resource, sys
+from atroposlib.cli.main import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+sys.argv = ["atropos", "new", "env", "sums", "--folder", sys.argv[1]]
+main()
+"""
+
+
+def test_a_file_to_begin_with_is_written_whole_or_not_at_all(tmp_path):
+    command = [sys.executable, "-c", NEW_WHERE_NO_FILE_MAY_GROW, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no file may grow beyond 100 bytes here" in done.stderr
+    assert list(tmp_path.iterdir()) == []
