@@ -7,7 +7,7 @@ without that variable, in memory. `run-api` is the usual way to start it.
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -15,7 +15,6 @@ from typing import Annotated, TypeVar
 from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from fastapi.routing import APIRoute
 from prometheus_client import generate_latest
 from pydantic import StrictInt, ValidationError
 
@@ -79,7 +78,6 @@ def create_app(
     api.state.strangers = strangers
     api.state.reading = asyncio.Lock()
     api.include_router(_routes)
-    api.include_router(_often)
     add_error_responses(api)
     api.add_middleware(BodyReader, max_bytes=int(min(max_body_mb * MEGABYTE, 1 << 62)))  # it may be infinite
     api.add_middleware(Gate, token=token, check_host=check_host, metrics=service.live.metrics, strangers=strangers)
@@ -93,14 +91,7 @@ async def _service(request: Request) -> TrajectoryService:
 Service = Annotated[TrajectoryService, Depends(_service)]
 
 
-class _Direct(APIRoute):
-    """A route whose function takes the request itself: to look for parameters costs a tenth of a group."""
-
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.endpoint
-
-
-_routes, _often = APIRouter(), APIRouter(route_class=_Direct)
+_routes = APIRouter()
 
 
 _OF_EVERY_ROUTE: dict[int | str, dict[str, object]] = {
@@ -316,14 +307,14 @@ _NAMES_ENV: dict[str, object] = {
 }
 
 
-@_often.post("/scored_data", response_model=schemas.Received, openapi_extra=_takes({"$ref": _SCORED_DATA}))
+@_routes.post("/scored_data", response_model=schemas.Received, openapi_extra=_takes({"$ref": _SCORED_DATA}))
 async def scored_data(request: Request) -> Response:
     """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
     (receipt,) = await _store_groups(request, [await _in_turn(request, read_group)])
     return json_response(_received(receipt))
 
 
-@_often.post(
+@_routes.post(
     "/scored_data_list",
     response_model=schemas.ReceivedList,
     openapi_extra=_takes({"type": "array", "items": {"$ref": _SCORED_DATA}}),
@@ -334,10 +325,9 @@ async def scored_data_list(request: Request) -> Response:
     return json_response(_received_list(await _store_groups(request, groups)))
 
 
-@_often.get("/status-env", response_model=schemas.EnvStatus, openapi_extra=_NAMES_ENV)
-async def status_env(request: Request) -> Response:
+@_routes.get("/status-env", response_model=schemas.EnvStatus, openapi_extra=_NAMES_ENV)
+async def status_env(request: Request, service: Service) -> Response:
     """Return what an environment bases its back-pressure on. The id comes as a JSON body or in the query."""
-    service: TrajectoryService = request.app.state.service
     return json_response(service.env_status(_asking_env(request)))
 
 
