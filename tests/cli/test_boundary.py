@@ -87,6 +87,7 @@ def test_ctrl_c_is_a_sentence(monkeypatch, capsys):
 NEW_WHERE_NO_FILE_MAY_GROW = """
 import resource, sys
 from atroposlib.cli.main import main
+sys.dont_write_bytecode = True  # else its files would be cut off, too
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 sys.argv = ["atropos", "new", "env", "sums", "--folder", sys.argv[1]]
 main()
