@@ -265,17 +265,11 @@ def ids_and_labels(chosen: Chosen, index: int, vocabulary_size: int | None) -> t
     """
     group, where = chosen.group, f"{chosen.line.where}[{index}]"
     ids, labels = _decode_ids(group.tokens, index, "tokens", where), _decode_ids(group.masks, index, "masks", where)
-    if len(ids) != len(labels):
-        raise RowError(
-            where, WRONG_MASK, f"{len(ids)} tokens but {len(labels)} mask values; they must match one to one"
-        )
-    trained = len(labels) - labels.count(IGNORE_INDEX)
-    if not trained:
+    check_mask(ids, labels, where)
+    if labels.count(IGNORE_INDEX) == len(labels):
         raise RowError(
             where, "nothing generated", "every position is masked, so there is nothing to train on; drop this response"
         )
-    if labels[-trained:] != ids[-trained:]:  # not simply prompt, then completion
-        _check_mask(ids, labels, where)
     if vocabulary_size is not None:
         check_ids(ids, vocabulary_size, where)
     return ids, labels
@@ -317,7 +311,15 @@ def _decode_ids(rows: list[Raw] | None, index: int, name: str, where: str) -> li
         raise RowError(where, "ids that are no numbers", f"{name} is not a list of whole numbers ({error})") from error
 
 
-def _check_mask(ids: list[int], labels: list[int], where: str) -> None:
+def check_mask(ids: list[int], labels: list[int], where: str) -> None:
+    """RowError unless every label is -100 or the id."""
+    if len(ids) != len(labels):
+        raise RowError(
+            where, WRONG_MASK, f"{len(ids)} tokens but {len(labels)} mask values; they must match one to one"
+        )
+    trained = len(labels) - labels.count(IGNORE_INDEX)
+    if labels[len(labels) - trained :] == ids[len(ids) - trained :]:  # a prompt, then what was generated
+        return
     for at, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORE_INDEX, token):
             raise RowError(

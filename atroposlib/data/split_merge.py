@@ -5,7 +5,7 @@ one problem and never part, also over files.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from atroposlib.data.lazy_group import hash64, parse_lazily
 from atroposlib.data.output import ROLLOUTS, JsonlWriter, check_output, refuse_inputs, sole_writer, written_whole
 from atroposlib.data.policy import pass_rates
 from atroposlib.data.report import require_groups
-from atroposlib.data.rollout_files import Line, SpanReader, check_copied, find_rollout_files, sound_lines
+from atroposlib.data.rollout_files import Line, check_copied, find_rollout_files, sound_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Advance, Table, ignore, index_path, open_table
 from atroposlib.errors import ConfigError, DataError, RowError
@@ -124,7 +124,7 @@ def split_rollouts(
             stack.enter_context(written_whole(path)) if share else None
             for path, share in zip(outputs, shares, strict=True)
         ]
-        for row, line in lines_of(table, advance):
+        for row, line in enumerate(lines_of(table, advance)):
             try:
                 check_copied(line)
             except RowError as error:
@@ -193,13 +193,7 @@ def chance(table: Table, group: int, seed: int) -> int:
     return hash64(f"{seed}:{table.groups['item'][group]}".encode())
 
 
-def lines_of(table: Table, advance: Advance) -> Iterable[tuple[int, Line]]:
-    for file, path in enumerate(table.files):
-        rows = np.flatnonzero(table.groups["file"] == file).tolist()
-        if not rows:  # it may not be readable at all
-            continue
-        with SpanReader(path) as reader:
-            for row in rows:
-                start, size = int(table.groups["offset"][row]), int(table.groups["size"][row])
-                advance(size)
-                yield row, Line(path, int(table.groups["line"][row]), start, reader.read(start, start + size), True)
+def lines_of(table: Table, advance: Advance) -> Iterator[Line]:
+    """The line of each group row."""
+    everything = np.ones(len(table.responses), bool)
+    return (chosen.line for chosen in table.read_groups(table.groups, everything, advance))

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from atroposlib.data.chats import chat_fault
-from atroposlib.data.formats import WRONG_MASK
+from atroposlib.data.formats import check_mask
 from atroposlib.data.rollout_files import (
     CUT_SHORT,
     NO_GROUP,
@@ -118,24 +118,42 @@ class Validation:
             yield Finding(line.where, "no token ids recorded", text, is_damage=False)
             return
         for index in range(len(scores)):
-            if found := _response_problem(record, index):
-                yield Finding(f"{line.where}[{index}]", *found)
-            else:
-                yield from self._unusual_ids(record, index, f"{line.where}[{index}]")
+            yield from self._of_response(record, index, f"{line.where}[{index}]")
 
-    def _unusual_ids(self, record: RolloutRecord, index: int, where: str) -> Iterator[Finding]:
-        """Return what is unusual about the ids of a sound response."""
-        ids, masks = (np.array((record.get(key) or [])[index], np.int64) for key in ("tokens", "masks"))
-        if (masks == IGNORE_INDEX).all():
+    def _of_response(self, record: RolloutRecord, index: int, where: str) -> Iterator[Finding]:
+        """Return what is wrong with the numbers of one response, else what is unusual about its ids."""
+        try:
+            ids, masks = (msgspec.convert((record.get(key) or [])[index], list[int]) for key in ("tokens", "masks"))
+            numbers, masked = np.array(ids, np.int64), np.array(masks, np.int64) == IGNORE_INDEX
+            if (lowest := int(numbers.min(initial=0))) < 0:
+                raise RowError(where, "negative id", f"token id {lowest} is negative")
+            check_mask(ids, masks, where)
+        except (msgspec.ValidationError, OverflowError):
+            yield Finding(where, "ids that are no numbers", "tokens and masks must be lists of whole numbers")
+            return
+        except IndexError:
+            yield Finding(where, "no mask", "there are tokens, but no masks")
+            return
+        except RowError as error:
+            yield Finding(where, error.reason, error.text)
+            return
+        logprobs = (record.get("inference_logprobs") or [None] * (index + 1))[index]
+        if problem := _logprob_problem(logprobs, masked):
+            yield Finding(where, "log-probabilities that do not fit", problem)
+        else:
+            yield from self._unusual_ids(int(numbers.max(initial=0)), masked, where)
+
+    def _unusual_ids(self, highest: int, masked: Array, where: str) -> Iterator[Finding]:
+        if masked.all():
             text = "nothing was generated: every position is masked; datasets leave it out"
             yield Finding(where, "nothing generated", text, is_damage=False)
-        if self._vocabulary is None or not len(ids) or int(ids.max()) < self._vocabulary:
+        if self._vocabulary is None or highest < self._vocabulary:
             return
-        if int(ids.max()) < self._padded:
-            text = f"token id {ids.max()} is in the padded part of the model's vocabulary, behind the tokenizer's"
+        if highest < self._padded:
+            text = f"token id {highest} is in the padded part of the model's vocabulary, behind the tokenizer's"
             yield Finding(where, "id in the padded part", f"{text} {self._vocabulary}", is_damage=False)
             return
-        text = f"token id {ids.max()} is outside the vocabulary of {self._padded}"
+        text = f"token id {highest} is outside the vocabulary of {self._padded}"
         yield Finding(where, "id outside the vocabulary", text)
 
     def _doubled(self, record: RolloutRecord, where: str) -> Iterator[Finding]:
@@ -150,31 +168,6 @@ class Validation:
                 text = f"{key} occurs already at {self._seen[key]}; `atropos data merge` removes duplicates"
                 yield Finding(where, "double", text)
             self._seen.setdefault(key, where)
-
-
-def _response_problem(record: RolloutRecord, index: int) -> tuple[str, str] | None:
-    """Reason and sentence for what is wrong with one response's numbers, or None."""
-    try:
-        ids = _whole_numbers((record.get("tokens") or [])[index])
-        masks = _whole_numbers((record.get("masks") or [])[index])
-    except (msgspec.ValidationError, OverflowError):
-        return "ids that are no numbers", "tokens and masks must be lists of whole numbers"
-    except IndexError:
-        return "no mask", "there are tokens, but no masks"
-    if len(ids) != len(masks):
-        return WRONG_MASK, f"{len(ids)} tokens but {len(masks)} mask values"
-    if len(ids) and int(ids.min()) < 0:
-        return "negative id", f"token id {int(ids.min())} is negative"
-    masked = masks == IGNORE_INDEX
-    wrong = np.flatnonzero(~masked & (masks != ids))
-    if len(wrong):
-        at = int(wrong[0])
-        return (
-            WRONG_MASK,
-            f"masks[{at}] is {masks[at]} where tokens[{at}] is {ids[at]}; expected {IGNORE_INDEX} or the id",
-        )
-    problem = _logprob_problem((record.get("inference_logprobs") or [None] * (index + 1))[index], masked)
-    return ("log-probabilities that do not fit", problem) if problem else None
 
 
 def _logprob_problem(values: object, masked: Array) -> str | None:
@@ -194,7 +187,3 @@ def _logprob_problem(values: object, masked: Array) -> str | None:
         state = "masked" if masked[at] else "trained"
         return f"inference_logprobs[{at}] is {logprobs[at]:g} on a {state} position; 1.0 must be exactly where masked"
     return None
-
-
-def _whole_numbers(values: object) -> Array:
-    return np.array(msgspec.convert(values, list[int]), np.int64)

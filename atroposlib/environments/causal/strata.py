@@ -33,7 +33,7 @@ def assign_splits(table: Table, shares: Sequence[float], seed: int) -> Array:
     problems, decoder = problems_of(table), msgspec.json.Decoder(_Line)
     first = dict(zip(*(each.tolist() for each in np.unique(problems, return_index=True)), strict=True))
     strata: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for row, line in lines_of(table, ignore):
+    for row, line in enumerate(lines_of(table, ignore)):
         if first[int(problems[row])] != row:
             continue
         try:
