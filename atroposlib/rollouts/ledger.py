@@ -248,19 +248,21 @@ def _place(entry: LedgerEntry) -> tuple[int, int]:
 
 
 def _read_index(path: Path) -> tuple[list[LedgerEntry], bool]:
-    """Entries, and whether the file ends in something else (a torn line, or bytes of an unknown kind)."""
+    """Entries, and whether something else is in the file: a torn end, or before it, where only rejections are taken."""
     if not path.exists():
         return [], False
     decoder = msgspec.json.Decoder(LedgerEntry)
     entries: list[LedgerEntry] = []
-    for line in path.read_bytes().splitlines(keepends=True):
+    is_damaged = False
+    *lines, torn = path.read_bytes().split(b"\n")
+    for line in lines:
         try:
             entries.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return entries, True
-        if not line.endswith(b"\n"):
-            return entries, True
-    return entries, False
+            is_damaged = True
+    if is_damaged:
+        entries = [entry for entry in entries if entry.shard == REJECTED]
+    return entries, is_damaged or bool(torn)
 
 
 def _rewrite_index(path: Path, entries: list[LedgerEntry]) -> None:

@@ -623,3 +623,15 @@ async def test_a_group_to_send_again_whose_shard_was_moved_is_named(tmp_path):
     with pytest.raises(DiskError, match=f"{moved.name} was removed or moved"):
         writer.read_group(entry)
     writer.close()
+
+
+async def test_nothing_is_believed_of_an_index_that_is_damaged_other_than_at_its_end(tmp_path):
+    files = sharded(tmp_path)
+    await write(files, range(5), per_shard=2)
+    lines = files.sidecar("index").read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(b'"1"', b'"17"')
+    lines[3] = lines[3][:20] + bytes(8) + lines[3][20:]
+    files.sidecar("index").write_bytes(b"".join(lines))
+    again = open_run(files)
+    assert again.ledger.done == set("01234")
+    again.close()
