@@ -77,8 +77,7 @@ class TrainingReport:
 
     def __init__(self, config: TrainingConfig, log_dir: Path) -> None:
         self._samples_per_step = config.samples_per_step
-        self._metrics = (log_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._samples = (log_dir / "samples.jsonl").open("a", encoding="utf-8")
+        self._metrics, self._samples = (_appended(log_dir / name) for name in ("metrics.jsonl", "samples.jsonl"))
         self._wandb = _start_wandb(config, log_dir) if config.use_wandb else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -116,6 +115,16 @@ class TrainingReport:
                 file.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _appended(path: Path) -> TextIO:
+    """Open for new lines; one that a kill on a full disk cut short stays apart from them."""
+    file = path.open("a", encoding="utf-8")
+    if file.tell():
+        with path.open("rb") as written:
+            written.seek(-1, os.SEEK_END)
+            file.write("" if written.read() == b"\n" else "\n")
+    return file
 
 
 def _sample(row: TrainingRow, tokenizer: "PreTrainedTokenizerBase") -> JsonObject:

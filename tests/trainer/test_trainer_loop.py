@@ -20,6 +20,7 @@ from atroposlib.example_trainer import checkpoint, loop
 from atroposlib.example_trainer.learner import Learner
 from atroposlib.example_trainer.loop import fresh_groups, train
 from atroposlib.example_trainer.weight_sync import NoSync
+from atroposlib.status.training import read_training
 from tests.children import Child
 
 ROOT = Path(__file__).parents[2]
@@ -273,3 +274,11 @@ def test_metrics_that_find_no_room_come_later(tiny_model, tmp_path, monkeypatch)
     report.step(2, {"train/loss": 0.25})
     report.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_a_line_that_a_kill_cut_short_costs_no_other(tiny_model, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "train/lo')
+    report = loop.TrainingReport(make_config(tiny_model, tmp_path), tmp_path)
+    report.step(2, {"train/loss": 0.5})
+    report.close()
+    assert read_training(tmp_path, 2).step == 2
