@@ -250,6 +250,21 @@ async def test_loads_are_read_from_the_load_route(sglang, engine):
     assert (load.running, load.queued, load.token_usage, load.retracted) == (0, 0, 0.0, 0)
 
 
+@pytest.mark.parametrize("change", [{"queues": 1}, {"token_usage": None}, {"num_running_reqs": "2"}])
+async def test_a_load_route_of_another_form_says_nothing(change, sglang, engine):
+    (rank,) = recorded("v1_loads")["body"]["loads"]
+    engine.loads = {"loads": [{**rank, **change}]}
+
+    assert not (await engine_load(sglang.transport, engine.url)).is_known
+
+
+async def test_a_rank_without_queues_has_retracted_none(sglang, engine):
+    (rank,) = recorded("v1_loads")["body"]["loads"]
+    engine.loads = {"loads": [{**rank, "queues": None, "num_running_reqs": 3}]}
+
+    assert (await engine_load(sglang.transport, engine.url)).running == 3
+
+
 async def test_loads_are_read_from_the_metrics_where_there_is_no_load_route(engine):
     engine.metrics = (
         "\n".join(recorded("metrics_names")["samples"])

@@ -180,6 +180,7 @@ MODELS = {
     "no list": b"{}",
     "an empty list": b'{"data": []}',
     "no length": b'{"data": [{}]}',
+    "a length in words": b'{"data": [{"max_model_len": "4k"}]}',
 }
 
 

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-import orjson
+import msgspec
 
 from atroposlib.envs.server_handling.conversation import GivenMessages, Message, copied
 from atroposlib.envs.server_handling.fan_out import all_or_none
@@ -401,20 +401,41 @@ async def engine_load(transport: "Transport", root_url: str) -> EngineLoad:
     return EngineLoad(root_url)
 
 
+class _Queues(msgspec.Struct):
+    retracted: int = 0
+
+
+class _Rank(msgspec.Struct):
+    """The part that is read of one rank in SGLang's `/v1/loads`."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    token_usage: float
+    queues: _Queues | None = None
+    max_running_requests: int | None = None
+    gen_throughput: float | None = None
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Rank]
+
+
 def _from_loads(base_url: str, body: bytes) -> EngineLoad | None:
     try:
-        ranks: list[JsonObject] = orjson.loads(body)["loads"]
-        return EngineLoad(
-            base_url,
-            running=sum(rank["num_running_reqs"] for rank in ranks),
-            queued=sum(rank["num_waiting_reqs"] for rank in ranks),
-            token_usage=max(rank["token_usage"] for rank in ranks),
-            retracted=sum(rank.get("queues", {}).get("retracted", 0) for rank in ranks),
-            slots=sum(rank.get("max_running_requests") or 0 for rank in ranks) or None,
-            tokens_s=sum(rank["gen_throughput"] for rank in ranks) if "gen_throughput" in ranks[0] else None,
-        )
-    except (ValueError, KeyError, TypeError):
+        ranks = msgspec.json.decode(body, type=_Loads).loads
+    except (msgspec.MsgspecError, UnicodeError):
         return None  # another engine's idea of this route
+    if not ranks:
+        return None
+    return EngineLoad(
+        base_url,
+        running=sum(rank.num_running_reqs for rank in ranks),
+        queued=sum(rank.num_waiting_reqs for rank in ranks),
+        token_usage=max(rank.token_usage for rank in ranks),
+        retracted=sum(rank.queues.retracted for rank in ranks if rank.queues),
+        slots=sum(rank.max_running_requests or 0 for rank in ranks) or None,
+        tokens_s=None if ranks[0].gen_throughput is None else sum(rank.gen_throughput or 0.0 for rank in ranks),
+    )
 
 
 def _from_metrics(base_url: str, body: bytes) -> EngineLoad | None:

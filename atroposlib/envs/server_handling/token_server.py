@@ -167,7 +167,8 @@ class TokenServer(HttpServer):
             if status != 200:
                 return None
             try:
-                self._context = orjson.loads(body)["data"][0]["max_model_len"]
+                length = orjson.loads(body)["data"][0]["max_model_len"]
+                self._context = length if isinstance(length, int) else None
             except (ValueError, LookupError, TypeError):  # a page of a gateway, or a list of another kind
                 return None
         return self._context
