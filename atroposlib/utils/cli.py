@@ -151,7 +151,7 @@ def mistakes(
         elif each["type"] == "missing":
             said.append(missing.format(place=where, flag=where.replace("_", "-")))
         elif each["loc"]:
-            why = str(each["ctx"]["error"]) if each["type"] == "value_error" else each["msg"]
+            why = str(each.get("ctx", {})["error"]) if each["type"] == "value_error" else each["msg"]
             said.append(f"{where} is {each['input']!r}: {why}")
         else:  # of the model as a whole, whose input would be all settings, keys included
             why = str(each.get("ctx", {}).get("error", each["msg"]))

@@ -101,7 +101,7 @@ class ProblemSource:
         except EnvironmentFault as fault:
             return [], {**meta, "raw_prompt": "", "fault": str(fault)}
         identity = {name: drawn[name] for name in ("identity", "identity_format", "demonstration")}
-        return messages, {**meta, "raw_prompt": messages[-1]["content"], **identity}
+        return messages, {**meta, "raw_prompt": messages[-1].get("content"), **identity}
 
     async def verify(self, output: str, meta: JsonObject) -> float:
         """Return the verdict of the task's verifier about one output, as it gives it.
