@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_adapters import IN_FLIGHT, run
 
 from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
 from atroposlib.environments.agents.sums import question, sum_number
@@ -81,6 +82,28 @@ def test_an_agent_of_a_library_is_one_row_in_which_each_generated_token_is_learn
         for text in turns_of(question(sum_number(0)) + ("final_answer" if package == "smolagents" else ""))
     )
     assert [learned(tmp_path / "tokenizer", masks) for masks in group["masks"]] == [wanted] * 2
+
+
+STOPPED = {
+    name: PROGRAMS[name]
+    for name in ("openai-agents, Responses", "openai-agents, chat, streamed", "langgraph, chat", "smolagents")
+}
+
+
+@pytest.mark.parametrize(("package", "module", "name", "given"), STOPPED.values(), ids=STOPPED)
+def test_an_agent_of_a_library_that_is_stopped_half_way_continues_with_the_replies_it_had(
+    package, module, name, given, tmp_path, monkeypatch
+):
+    pytest.importorskip(package)
+    monkeypatch.setattr("atroposlib.envs.cli.leave_soon", lambda code: None)  # the process is that of the tests
+    env_cls = getattr(importlib.import_module(f"atroposlib.environments.agents.{module}"), name)
+    flags = ["--env.group_size", "2", "--env.ensure_scores_are_not_same", "false"]
+    flags += [word for key, value in zip(given[::2], given[1::2], strict=True) for word in (f"--env.{key}", value)]
+    whole = run(env_cls, tmp_path / "whole", flags, says)
+    cut = run(env_cls, tmp_path / "cut", flags, says, stop_at=5)
+    assert (whole.codes, cut.codes) == ([0], [75, 0])
+    assert whole.groups == cut.groups
+    assert len(whole.asked) <= len(cut.asked) <= len(whole.asked) + IN_FLIGHT
 
 
 AGENT = """
