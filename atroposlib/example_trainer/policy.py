@@ -79,8 +79,7 @@ class Policy:
         known = self.bare.get_input_embeddings().num_embeddings
         for row in rows:
             for ids in (row.tokens, row.teacher_ids):
-                odd = ids[(ids < 0) | (ids >= known)] if ids is not None else ()
-                if len(odd):
+                if ids is not None and len(odd := ids[(ids < 0) | (ids >= known)]):
                     raise DataError(
                         f"a sequence of group {row.group} has token {odd[0]}, and the model knows 0 to {known - 1}; "
                         "the environment must use the tokenizer of the model in training"
