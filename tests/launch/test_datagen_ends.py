@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from atroposlib.cli import datagen as cli
 from atroposlib.cli.boundary import command
 from atroposlib.errors import ConfigError, LaunchError
-from atroposlib.launch import datagen, supervisor
+from atroposlib.launch import datagen, services
 from atroposlib.launch.config import DatagenConfig
 from atroposlib.launch.datagen import run_datagen
 from atroposlib.launch.services import Stopped, Supervisor
@@ -55,7 +55,7 @@ async def test_a_record_that_cannot_be_read_just_now_does_not_end_the_run(config
     def unreadable(folder):
         raise LaunchError("holds no run")
 
-    monkeypatch.setattr(supervisor, "read_status", unreadable)
+    monkeypatch.setattr(services, "read_status", unreadable)
     services_of(config).publish()
 
 
