@@ -74,7 +74,7 @@ def containers(request, tmp_path_factory):
         try:
             made.do("import", "-", made.image, given=image_of_nothing())
             made.do("run", "--rm", "--init", "--network", "host", *made.options, made.image, PYTHON, "-V")
-        except OSError as error:
+        except (OSError, subprocess.TimeoutExpired) as error:
             pytest.skip(f"no containers here: {error}")
         yield made
         ran(made.program, "rmi", "--force", made.image)

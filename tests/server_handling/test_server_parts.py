@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from array import array
 
 import numpy as np
 import openai
@@ -193,6 +194,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one():
 def test_ids_that_would_kill_an_engine_are_refused(ids, words):
     with pytest.raises(RequestFault, match=words):
         checked_ids(ids, vocabulary=10)
+
+
+@pytest.mark.parametrize("ids", [[1, -1], array("i", [1, -1])], ids=["list", "packed"])
+def test_a_negative_id_is_refused_where_no_vocabulary_is_known(ids):
+    with pytest.raises(RequestFault, match="token 1 is id -1"):
+        checked_ids(ids, vocabulary=None)
 
 
 def test_one_of_two_leading_bos_is_dropped():

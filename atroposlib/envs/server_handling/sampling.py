@@ -238,7 +238,7 @@ def checked_ids(ids: list[int], vocabulary: int | None) -> list[int]:
     """
     if len(ids) == 0:
         raise RequestFault("the prompt has no tokens; give at least one")
-    end = 2**32 if vocabulary is None else vocabulary
+    end = 2**31 if vocabulary is None else vocabulary  # beyond are the negative ids of a packed array
     try:
         packed = ids if isinstance(ids, array) and ids.typecode == "i" else array("I", ids)
         is_known = int(np.frombuffer(packed, np.uint32).max()) < end  # faster than max() of a long prompt
