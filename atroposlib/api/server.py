@@ -38,6 +38,7 @@ from atroposlib.api.store import Store
 
 MEGABYTE = 1_000_000
 STATE_DIR_VARIABLE = "ATROPOS_STATE_DIR"
+RUN_HEADER = "X-Atropos-Run"
 
 __all__ = ["EnvIdentifier", "Info", "RegisterEnv", "Registration", "ScoredData", "Status", "app", "create_app"]
 """The payloads' names are here for those who import them as from `atroposlib` 0.4.0."""
@@ -92,7 +93,7 @@ Service = Annotated[TrajectoryService, Depends(_service)]
 
 
 _routes = APIRouter()
-
+"""Matched in this order, so what is asked most comes first."""
 
 _OF_EVERY_ROUTE: dict[int | str, dict[str, object]] = {
     400: {"description": "The body is no JSON, or no gzip."},
@@ -104,6 +105,52 @@ _OF_EVERY_ROUTE: dict[int | str, dict[str, object]] = {
     415: {"description": "The body is of another type."},
     503: {"description": "No room on the disk, or groups cannot be read now: ask again later."},
 }
+
+
+_SCORED_DATA = "#/components/schemas/ScoredData"
+_UNFIT = {"422": {"description": "The body or a parameter is not as described."}}
+
+
+def _takes(schema: dict[str, object]) -> dict[str, object]:
+    """OpenAPI of a route that reads its body itself."""
+    says = "`run_id` of /register-env; groups of a run that was reset are refused."
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "parameters": [{"name": RUN_HEADER, "in": "header", "schema": {"type": "string"}, "description": says}],
+        "responses": _UNFIT,
+    }
+
+
+_NAMES_ENV: dict[str, object] = {
+    "requestBody": {"content": {"application/json": {"schema": schemas.EnvIdentifier.model_json_schema()}}},
+    "parameters": [{"name": "env_id", "in": "query", "schema": {"type": "integer", "minimum": 0}}],
+    "responses": _UNFIT,
+}
+
+
+@_routes.get("/status-env", response_model=schemas.EnvStatus, openapi_extra=_NAMES_ENV)
+async def status_env(request: Request) -> Response:
+    """Return what an environment bases its back-pressure on. The id comes as a JSON body or in the query."""
+    service: TrajectoryService = request.app.state.service
+    return json_response(service.env_status(_asking_env(request)))
+
+
+@_routes.post("/scored_data", response_model=schemas.Received, openapi_extra=_takes({"$ref": _SCORED_DATA}))
+async def scored_data(request: Request) -> Response:
+    """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
+    (receipt,) = await _store_groups(request, [await _in_turn(request, read_group)])
+    return json_response(_received(receipt))
+
+
+@_routes.post(
+    "/scored_data_list",
+    response_model=schemas.ReceivedList,
+    openapi_extra=_takes({"type": "array", "items": {"$ref": _SCORED_DATA}}),
+)
+async def scored_data_list(request: Request) -> Response:
+    """Store several groups, all or none."""
+    groups = await _in_turn(request, read_binary if is_binary(request.headers) else read_list)
+    return json_response(_received_list(await _store_groups(request, groups)))
 
 
 @_routes.post("/register")
@@ -245,7 +292,6 @@ async def metrics(service: Service) -> Response:
 _NULL_WHEN_EMPTY = ("overrides", "group_overrides", "env_id", "distill_token_ids", "distill_logprobs")
 
 
-RUN_HEADER = "X-Atropos-Run"
 SMALL_BODY_BYTES = 1 << 16
 LARGE_BODY_BYTES = 1 << 21
 """From here on a body is read in a thread, which costs more CPU but holds up nobody."""
@@ -284,51 +330,6 @@ def _asking_env(request: Request) -> int:
         place = "body" if body else "query"
         raise RequestValidationError([{**e, "loc": (place, *e["loc"])} for e in error.errors()]) from None
     raise Refused(422, 'env_id is missing; send {"env_id": 0} as JSON body or ?env_id=0')
-
-
-_SCORED_DATA = "#/components/schemas/ScoredData"
-_UNFIT = {"422": {"description": "The body or a parameter is not as described."}}
-
-
-def _takes(schema: dict[str, object]) -> dict[str, object]:
-    """OpenAPI of a route that reads its body itself."""
-    says = "`run_id` of /register-env; groups of a run that was reset are refused."
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "parameters": [{"name": RUN_HEADER, "in": "header", "schema": {"type": "string"}, "description": says}],
-        "responses": _UNFIT,
-    }
-
-
-_NAMES_ENV: dict[str, object] = {
-    "requestBody": {"content": {"application/json": {"schema": schemas.EnvIdentifier.model_json_schema()}}},
-    "parameters": [{"name": "env_id", "in": "query", "schema": {"type": "integer", "minimum": 0}}],
-    "responses": _UNFIT,
-}
-
-
-@_routes.post("/scored_data", response_model=schemas.Received, openapi_extra=_takes({"$ref": _SCORED_DATA}))
-async def scored_data(request: Request) -> Response:
-    """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
-    (receipt,) = await _store_groups(request, [await _in_turn(request, read_group)])
-    return json_response(_received(receipt))
-
-
-@_routes.post(
-    "/scored_data_list",
-    response_model=schemas.ReceivedList,
-    openapi_extra=_takes({"type": "array", "items": {"$ref": _SCORED_DATA}}),
-)
-async def scored_data_list(request: Request) -> Response:
-    """Store several groups, all or none."""
-    groups = await _in_turn(request, read_binary if is_binary(request.headers) else read_list)
-    return json_response(_received_list(await _store_groups(request, groups)))
-
-
-@_routes.get("/status-env", response_model=schemas.EnvStatus, openapi_extra=_NAMES_ENV)
-async def status_env(request: Request, service: Service) -> Response:
-    """Return what an environment bases its back-pressure on. The id comes as a JSON body or in the query."""
-    return json_response(service.env_status(_asking_env(request)))
 
 
 def _received(receipt: Receipt) -> dict[str, object]:
