@@ -91,6 +91,7 @@ async def _to_the_end(config: DatagenConfig, record: RunRecord, on_progress: OnP
             pass
         if ended[1] != 0:
             raise LaunchError(_environment_failed(plan.environment.log, ended[1]))
+    services.raise_if_stopped()  # while they stopped: the next start has only the export left
 
 
 def _environment_failed(log: Path, code: int) -> str:

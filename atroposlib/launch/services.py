@@ -234,6 +234,7 @@ class Supervisor:
         self.services: list[Supervised] = []  # in the order of their start
         self._run_dir, self._record, self._restarts, self._on_progress = run_dir, record, restarts, on_progress
         self._page = StatusPage()
+        self._said = ""  # of the newest failure of `publish`
         self._running: dict[asyncio.Task[int], Supervised] = {}
         self._stop_asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -271,10 +272,14 @@ class Supervisor:
         await asyncio.wait({self._stop_asked, *waiting, *self._running}, return_when=asyncio.FIRST_COMPLETED)
         for task in waiting:
             task.cancel()
-        if self._stop_asked.done():
-            raise Stopped(f"stopped by {self._stop_asked.result()}; the same command continues where it stands")
+        self.raise_if_stopped()
         ended = next((task for task in self._running if task.done()), None)
         return None if ended is None else (self._running.pop(ended), ended.result())
+
+    def raise_if_stopped(self) -> None:
+        """Raise Stopped when a signal asked for it, also while the services were being stopped."""
+        if self._stop_asked.done():
+            raise Stopped(f"stopped by {self._stop_asked.result()}; the same command continues where it stands")
 
     def ask_to_stop(self, name: str) -> None:
         """End `until` with Stopped; what is asked later changes nothing."""
@@ -301,13 +306,18 @@ class Supervisor:
             last = now
 
     def publish(self) -> None:
-        """Write what runs and how far it is; a disk that fails must not end the run, it is tried again."""
+        """Write what runs and how far it is; a disk or a display that fails must not end the run, it is tried again."""
         self._record.services = [service.as_record() for service in self.services]
-        with contextlib.suppress(OSError, LaunchError):
+        try:
             self._record.save(self._run_dir, "running")
             status = read_status(self._run_dir)
             self._page.update(lambda: status)
             self._on_progress(status)
+        except Exception as error:
+            if repr(error) != self._said:  # once, not each second of a full disk
+                self._said = repr(error)
+                is_known = isinstance(error, OSError | LaunchError)
+                logger.warning("status not shown: error=%r; tried again each second", error, exc_info=not is_known)
 
 
 def describe_exit(code: int) -> str:

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -51,12 +52,51 @@ async def test_a_second_signal_while_the_services_stop_changes_nothing(config, m
         await run()
 
 
+async def test_a_signal_while_the_services_of_a_whole_run_stop_ends_the_run(config, monkeypatch):
+    plan = SimpleNamespace(engines=(), api=None, trainer=None, environment=None)
+    started = SimpleNamespace(ready=asyncio.Event())
+
+    async def stop(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(30):
+            await self._stop_asked
+
+    async def until(self, *others):
+        for other in others:
+            other.close()
+        return started, 0
+
+    monkeypatch.setattr(datagen, "make_plan", lambda *_: plan)
+    monkeypatch.setattr(Supervisor, "start", lambda self, service: started)
+    monkeypatch.setattr(Supervisor, "until", until)
+    monkeypatch.setattr(Supervisor, "stop", stop)
+    config.work_dir.mkdir()
+    with pytest.raises(Stopped, match="stopped by SIGTERM"):
+        await datagen._to_the_end(config, RunRecord("t", 4, 2), lambda status: None, None)
+
+
 async def test_a_record_that_cannot_be_read_just_now_does_not_end_the_run(config, monkeypatch):
     def unreadable(folder):
         raise LaunchError("holds no run")
 
     monkeypatch.setattr(services, "read_status", unreadable)
     services_of(config).publish()
+
+
+async def test_a_display_that_fails_is_told_of_once_and_shows_again_later(config, caplog):
+    shown = asyncio.Queue()
+    calls = iter(range(10))
+
+    def show(status):
+        if next(calls) < 2:
+            raise RuntimeError("no terminal")
+        shown.put_nowait(status)
+
+    config.work_dir.mkdir()
+    record = RunRecord(name="t", problems=4, responses=2)
+    async with asyncio.timeout(60), Supervisor(config.work_dir, record, config.restarts, show):
+        await shown.get()
+    assert caplog.text.count("status not shown: error=RuntimeError('no terminal')") == 1
 
 
 def test_a_full_disk_does_not_hide_why_the_run_failed(config, monkeypatch):
