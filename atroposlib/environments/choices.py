@@ -14,8 +14,8 @@ _CHOICES = ("choices", "options", "endings", "answers")
 _GOLD = ("answer_index", "answer", "answerKey", "label", "gold", "target")
 _OPENS, _CLOSES = r'[*_($\[`"]*', r'[*_)$\]`"]*'
 _STATED = re.compile(rf"(?i)\b(?:answer|choice|option)\b(?: is)?\s*(?::\s*)?{_OPENS}([A-Z])\b(?![a-z'])")
-_TOLD = re.compile(r"(?i)\banswer(?: is)?\s*(?::\s*)?([^\n]*)")
-"""The text of a choice in place of its letter."""
+_TOLD = re.compile(r"(?i)\banswer[*_]*(?: is\b|:)[*_:\s]*([^\n]*)(\s*(?:or\b|,|/))?")
+"""The text of a choice in place of its letter, and the beginning of a second one."""
 _ALONE = re.compile(rf"{_OPENS}([A-Za-z]){_CLOSES}(?:[.:)](?:[ \n].*)?)?", re.DOTALL)
 _ANOTHER = re.compile(
     rf"{_CLOSES}\s*(?:,|/|&|\bor\b|\band\b)\s*(?:or\b|and\b)?\s*{_OPENS}([A-Z])(?={_CLOSES}\s*(?:[.,;!?/&\n]|$|or\b|and\b))"
@@ -80,9 +80,11 @@ def chosen(said: str, choices: Sequence[str]) -> int | None:
     if (first := _LIST.match(marked)) is not None and _ANOTHER.match(marked, first.end()):
         return None
     *_, told = (None, *_TOLD.finditer(said))
-    if told is not None and (index := _of_text(told[1].strip(' "*_.'), choices)) is not None:
-        return index
     *_, stated = (None, *_STATED.finditer(said))
+    if told is not None and (stated is None or stated.start() <= told.start()):
+        index = _of_text(told[1].strip(' "*_.'), choices)
+        if index is not None:
+            return None if told[2] else index
     if stated is not None:
         other = _ANOTHER.match(said, stated.end())
         is_one = other is None or LETTERS.index(other[1]) >= len(choices)

@@ -69,13 +69,13 @@ def reply_of(message: Mapping[str, Json], opening: str = "") -> Reply:
 
 
 def last_move(text: str) -> str:
-    r"""Return the move that a reply ends with: what the last box or answer tag holds, or else the last line (no fence).
+    r"""Return the move that a reply ends with: what the last box or answer tag holds, or else the last line of words.
 
     >>> last_move("I could hit, but\n**Stick.**")
     'Stick'
     """
     marked = _MARKED.findall(text)
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("```")]
+    lines = [line for line in text.splitlines() if line.replace("`", "").strip()]  # a fence alone is none
     said = "".join(marked[-1]) if marked else (lines or [""])[-1]
     return said.strip(" \t\n*_`'\".,!")
 

@@ -9,15 +9,13 @@ import yaml
 
 from atroposlib.environments.intern_bootcamp.bootcamp import extract_answer
 
-_FENCED = re.compile(r"```(?:json)?\n(.*)```", re.DOTALL)
+_FENCES = re.compile(r"\A```(?:json)?|```\Z")
 
 
 def answered_object(said: str) -> dict[str, Any] | None:
     """Return the JSON object in a reply's last answer tags, inside a code fence or not; None for none."""
-    answer = extract_answer(said) or ""
-    fenced = _FENCED.fullmatch(answer)
     try:
-        given = read_json(fenced[1] if fenced else answer)
+        given = read_json(_FENCES.sub("", extract_answer(said) or ""))
     except (ValueError, RecursionError):
         return None
     return given if isinstance(given, dict) else None

@@ -108,11 +108,12 @@ async def test_a_reply_that_says_two_things_is_wrong(make_env, env_cls, settings
         assert await env.grades([gold, change(gold)], item) == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("fences", [("\n```json\n", "\n```\n"), ("```json ", "```"), ("```json\r\n", "\r\n```")])
 @pytest.mark.parametrize("env_cls", [GraphColoringEnv, LetterCountingEnv])
-async def test_an_answer_in_a_code_fence_is_right(make_env, env_cls):
+async def test_an_answer_in_a_code_fence_is_right(make_env, env_cls, fences):
     env = await make_env(env_cls)
     item = await env.problem("train", 0)
-    fenced = env.gold(item).replace("<answer>", "<answer>\n```json\n").replace("</answer>", "\n```\n</answer>")
+    fenced = env.gold(item).replace("<answer>", "<answer>" + fences[0]).replace("</answer>", fences[1] + "</answer>")
     assert await env.grades([fenced], item) == [1.0]
 
 

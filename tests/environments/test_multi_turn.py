@@ -354,6 +354,7 @@ MOVES = {
     "a box": ("So \\boxed{1 2} it is", "1 2"),
     "a tag": ("<answer> e4 </answer>\nGood luck!", "e4"),
     "a code block": ("I play:\n```\ne4\n```", "e4"),
+    "a fence on one line": ("I could hit.\n```stick```", "stick"),
     "nothing": ("", ""),
     "an empty code block": ("```\n```", ""),
 }
