@@ -5,9 +5,11 @@ import gc
 
 import pytest
 
-from atroposlib.envs.server_handling.conversation import Turn
+from atroposlib.envs.server_handling.conversation import ChatRequest, Turn
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer, ManagedServerAdapter
+from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB
 from tests import fakes
@@ -234,6 +236,24 @@ async def test_a_turn_that_was_generated_during_a_reset_continues_nothing_of_bef
 
     asked = FakeTokenizer().apply_chat_template(later, tokenize=False, add_generation_prompt=True)
     assert FakeTokenizer().decode(server.requests[-1]["input_ids"]) == asked
+
+
+async def test_an_authors_own_client_of_an_engine_gets_the_ids_of_an_agents_prompt_as_a_list(engine):
+    given = []
+
+    class Own(SGLangServer):
+        async def _tokens_and_logprobs_completion_wrapper(self, **kwargs):
+            given.append(kwargs["input_ids"])
+            return await super()._tokens_and_logprobs_completion_wrapper(**kwargs)
+
+    server = Own(APIServerConfig(server_type="sglang", model_name="fake", base_url=f"{engine.url}/v1"))
+    server.tokenizer = FakeTokenizer()
+    managed = ManagedServer(server, for_agents=True)
+    (first,) = await managed.answer(ChatRequest([USER]))
+    await managed.answer(ChatRequest([USER, first.message, USER]))
+    await server.close()
+    assert [type(ids) for ids in given] == [list, list]
+    assert given[1][: len(given[0])] == given[0]
 
 
 async def test_what_an_author_writes_into_a_node_reaches_no_later_request():

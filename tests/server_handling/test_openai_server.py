@@ -131,6 +131,33 @@ async def test_the_login_of_an_address_is_sent_and_never_shown(engine):
     assert "pass" not in shown
 
 
+LOGINS = {
+    "with an @": ("user:p@ss", "dXNlcjpwQHNz"),
+    "without a password": ("token", "dG9rZW46"),
+    "with a colon": ("u%3A:p", "dTo6cA=="),
+}
+
+
+@pytest.mark.parametrize("by", ["config", "variable"])
+@pytest.mark.parametrize(("login", "sent"), LOGINS.values(), ids=LOGINS)
+async def test_any_login_is_sent_from_wherever_the_address_comes(login, sent, by, monkeypatch):
+    refusal = b"HTTP/1.1 400 Bad\r\nContent-Length: 2\r\n\r\nno"
+    async with scripted([refusal], [refusal]) as gateway:
+        address = gateway.url.replace("//", f"//{login}@") + "/v1"
+        monkeypatch.setenv("OPENAI_API_KEY", "x")
+        monkeypatch.setenv("OPENAI_BASE_URL", address)
+        server = OpenAIServer(APIServerConfig(base_url=address if by == "config" else None, health_check=False))
+        with pytest.raises(RequestFault) as refused:
+            await server.chat_completion(messages=MESSAGES)
+        with pytest.raises(openai.BadRequestError):
+            await server.openai.chat.completions.create(model="m", messages=MESSAGES)
+        await server.openai.close()
+        await server.close()
+    assert [f": Basic {sent}\r\n".encode() in head for head, _ in gateway.requests] == [True, True]
+    assert gateway.url in str(refused.value)
+    assert "@" not in str(refused.value)
+
+
 async def test_the_login_of_an_address_is_not_recorded(engine):
     url = engine.url.replace("//", "//user:password@")
     server = SGLangServer(APIServerConfig(server_type="sglang", base_url=f"{url}/v1"))

@@ -378,7 +378,8 @@ def test_the_99th_percentile_is_the_time_that_99_of_100_requests_kept():
 
 
 def event_of(ids, logprobs):
-    meta = {"completion_tokens": len(ids), "output_token_logprobs": [[logprob, 0, None] for logprob in logprobs]}
+    pairs = [[logprob, token, None] for token, logprob in zip(ids, logprobs, strict=False)]
+    meta = {"completion_tokens": len(ids), "output_token_logprobs": pairs}
     return json.dumps({"output_ids": ids, "meta_info": meta}).encode()
 
 
@@ -387,6 +388,15 @@ def test_a_stream_of_something_else_is_a_fault_of_the_engine(tmp_path, monkeypat
     draft = ResponseJournal(tmp_path / "run.journal", set()).open("1", b"place")
     with pytest.raises(EngineFault, match="gave 0 generations in one event"):
         StreamReader(draft, "http://engine/generate").take(b"[]")
+
+
+def test_a_stream_whose_log_probabilities_are_of_other_tokens_is_a_fault_of_the_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(sglang_server, "PIECE_TOKENS", 0)
+    draft = ResponseJournal(tmp_path / "run.journal", set()).open("1", b"place")
+    event = json.loads(event_of([1, 2], [-0.1, -0.2])) | {"output_ids": [1, 3]}
+    with pytest.raises(EngineFault, match="name different tokens"):
+        StreamReader(draft, "http://engine/generate").take(json.dumps(event).encode())
+    assert len(draft.ids) == 0
 
 
 def test_log_probabilities_that_begin_later_stay_with_their_tokens(tmp_path, monkeypatch):

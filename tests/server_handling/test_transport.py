@@ -146,12 +146,13 @@ async def test_a_whole_reply_in_place_of_a_stream_is_one_event(transport):
 
 
 async def test_comments_that_keep_a_stream_open_are_no_events(transport):
-    stream = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n: ping\n\ndata: 1\n\n:\n\ndata: 2\n\n"
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+    stream = head + b": ping\n\ndata: 1\n\n:\n\n:\ndata: 2\n\n: ping\r\n\r\ndata: 3\n\n"
     events = []
     async with scripted([stream, None]) as server:
         await transport.stream(server.url, {}, events.append, deadline_s=10)
         await transport.close()
-    assert events == [b"1", b"2"]
+    assert events == [b"1", b"2", b"3"]
 
 
 async def test_a_cancelled_request_takes_its_connection_with_it(transport):

@@ -51,9 +51,11 @@ from atroposlib.envs.server_handling.sequence import (
     without_repeated,
 )
 from atroposlib.envs.server_handling.server_baseline import Server
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.token_server import TokenServer
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator, check_tools
 from atroposlib.envs.server_handling.tool_formats import find_calls
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, ModelError, RequestFault
 from atroposlib.rollouts.trace import finish_reason_of
 from atroposlib.type_definitions import PROMPT_LOGPROB, Json, JsonObject, Tokenizer
@@ -389,9 +391,7 @@ class ManagedServer(TrackedSequences):
                 return ids, [Output([], [], "length", [], "", ())] * (sampling.get("n") or 1)
             if room is not None:
                 sampling = {**sampling, "max_tokens": min(sampling.get("max_tokens") or room, room)}
-        sent = ids
-        if not isinstance(self.server, TokenServer) or self.server.one_by_one is not None:
-            sent = ids if isinstance(ids, list) else list(ids)  # as a journal and an author's own server know them
+        sent = ids if isinstance(ids, list) or _takes_packed(self.server) else list(ids)
         reply = await self.server.tokens_and_logprobs_completion(prompt=text, input_ids=sent, **sampling)
         prompt_ids, outputs, logprobs, reasons = reply
         codec = codec_of(self.tokenizer)
@@ -459,6 +459,11 @@ def _tokenizer_of(server: Server) -> Tokenizer:
         return load_tokenizer(server.config.model_name)
     except (ModelError, AttributeError) as error:
         logger.warning("managed server without a tokenizer: %s", error)
+
+
+def _takes_packed(server: Server) -> bool:
+    """Tell if a server takes ids as an array: a journal, and an author's own class, also one of ours, know lists."""
+    return isinstance(server, TokenServer) and type(server) in (SGLangServer, VLLMServer) and server.one_by_one is None
 
 
 def before_stop(text: str, stop: Sequence[str] | str | None) -> str:

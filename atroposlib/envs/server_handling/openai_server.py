@@ -70,7 +70,7 @@ class HttpServer(APIServer):
         super().__init__(config, reasoning_config)
         self.root_url, self.openai_url = endpoint_urls(config)
         self.api_key = config.api_key or (os.environ.get("OPENAI_API_KEY") if not config.base_url else None)
-        self.transport = Transport(self.api_key, config.base_url)
+        self.transport = Transport(self.api_key, _address(config))
         self._openai: AsyncOpenAI | None = None
         self.health: EndpointHealth | None = None
         if config.health_check and config.base_url:
@@ -88,7 +88,7 @@ class HttpServer(APIServer):
                 api_key=self.api_key or "none",
                 base_url=self.openai_url,
                 timeout=self.config.timeout,
-                default_headers=authorization(self.api_key, self.config.base_url),
+                default_headers=authorization(self.api_key, _address(self.config)),
             )
         return self._openai
 
@@ -253,9 +253,12 @@ class DummyManagedServer(TrackedSequences):
 
 def endpoint_urls(config: APIServerConfig) -> tuple[str, str]:
     """Root and OpenAI-style address (`.../v1`) of a server, without a login; empty means the official OpenAI API."""
-    address = config.base_url or os.environ.get("OPENAI_BASE_URL") or f"https://{OFFICIAL_OPENAI_HOST}/v1"
-    base = without_login(address.rstrip("/"))
+    base = without_login(_address(config).rstrip("/"))
     return base.removesuffix("/v1"), base
+
+
+def _address(config: APIServerConfig) -> str:
+    return config.base_url or os.environ.get("OPENAI_BASE_URL") or f"https://{OFFICIAL_OPENAI_HOST}/v1"
 
 
 PROBE_EVERY_S = 0.5

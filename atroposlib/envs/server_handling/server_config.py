@@ -168,7 +168,7 @@ def load_config(path: str) -> ServersConfig:
 
 def without_login(text: str) -> str:
     """`text` with its addresses as they may be shown and recorded: what stands before an @ may be a password."""
-    return re.sub(r"//[^@/\s]*@", "//", text)
+    return re.sub(r"//[^/?#\s]*@", "//", text)
 
 
 FLAG_PREFIX = "openai."

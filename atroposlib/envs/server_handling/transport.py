@@ -98,9 +98,11 @@ class Transport:
                     if b"\n" in chunk:  # JSON has none, so an event may have ended
                         *events, rest = rest.split(b"\n\n")
                         for event in events:
-                            data = event.removeprefix(b"data: ")
-                            if data.startswith(b":"):
-                                continue  # a comment, by which gateways keep a connection open
+                            # lines with a colon first are comments, by which gateways keep a connection open
+                            lines = (line for line in event.splitlines() if line[:1] not in (b":", b""))
+                            data = b"\n".join(line.removeprefix(b"data: ") for line in lines)
+                            if not data:
+                                continue
                             if data.startswith(b'{"error"'):
                                 raise fault_of_status(url, _status_of_error(data), data)
                             on_event(data)
@@ -162,7 +164,9 @@ def authorization(api_key: str | None, base_url: str | None = None) -> dict[str,
     """The authorization header, if there is a key or a login; a line end that a file left on a key is not sent."""
     login = urlsplit(base_url or "").netloc.rpartition("@")[0]
     if login:
-        return {"Authorization": f"Basic {base64.b64encode(unquote(login).encode()).decode()}"}
+        user, _, password = login.partition(":")
+        pair = f"{unquote(user)}:{unquote(password)}"
+        return {"Authorization": f"Basic {base64.b64encode(pair.encode()).decode()}"}
     key = (api_key or "").strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
