@@ -267,13 +267,15 @@ class SharedDraw:
         filled, holders = self._filled(), self.leases.holders()
         blocks = {self._block_of(seat) for seat in range(self.seats) if seat not in filled}
         undone = {block: holders[block] for block in sorted(blocks) if holders[block].member != self.leases.member}
-        for block, (member, term) in undone.items():
-            if self.leases.is_silent(member) and self.leases.take(block, term=term + 1):
-                taken[block] = term + 1
-        if taken:
-            logger.warning("taken over from silent members: blocks=%s", sorted(taken))
-            time.sleep(SETTLE_S)
-        elif all(self.leases.is_alive(holder.member) for holder in undone.values()):
+        try:
+            for block, (member, term) in undone.items():
+                if self.leases.is_silent(member) and self.leases.take(block, term=term + 1):
+                    taken[block] = term + 1
+        finally:  # also when the disk is full after some
+            if taken:
+                logger.warning("taken over from silent members: blocks=%s", sorted(taken))
+                time.sleep(SETTLE_S)
+        if not taken and all(self.leases.is_alive(holder.member) for holder in undone.values()):
             logger.info("nothing left to take: blocks_of_others=%d", len(undone))
             self._others_have_the_rest = True
 

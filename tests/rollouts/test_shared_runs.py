@@ -145,9 +145,13 @@ async def test_no_seat_is_lost_where_the_disk_is_full_while_blocks_are_taken_ove
             raise OSError(errno.ENOSPC, "No space left on device")
         return take(self, block, term=term)
 
+    settled = []
+    monkeypatch.setattr(shared_run, "SETTLE_S", 0.001)
+    monkeypatch.setattr(shared_run.time, "sleep", settled.append)
     monkeypatch.setattr(Leases, "take", take_all_but_the_second)
     await member(tmp_path, "a").process_manager()
     assert everything(tmp_path) == list(range(SEATS))
+    assert settled.count(0.001) == 2  # also before the block is read that was taken over just before the disk was full
 
 
 def lose_a_shard(monkeypatch, call: int) -> None:
