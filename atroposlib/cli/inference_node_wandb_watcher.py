@@ -48,7 +48,7 @@ def watch(
 
 def wait_for_run(client: httpx.Client, api_addr: str, pause: Callable[[float], object] = time.sleep) -> dict[str, str]:
     """The wandb project and group, as soon as a trainer has registered them."""
-    while not (info := _get(client, f"{api_addr}/wandb_info")).get("project"):
+    while (info := _get(client, f"{api_addr}/wandb_info")).get("project") is None:  # one without a project says ""
         logger.info("waiting for a trainer: api=%s", api_addr)
         pause(START_POLL_S)
     return info

@@ -55,10 +55,11 @@ def test_an_api_that_restarts_or_another_server_in_its_place_changes_nothing(sta
     assert watcher.log_once(client, API, 8, 0, 2, pytest.fail) == 2
 
 
-def test_it_waits_until_a_trainer_has_registered():
+@pytest.mark.parametrize("project", ["p", ""])
+def test_it_waits_until_a_trainer_has_registered(project):
     pauses = []
-    client = World(projects=("down", None, "p")).client()
-    assert watcher.wait_for_run(client, API, pauses.append) == {"group": "g", "project": "p"}
+    client = World(projects=("down", None, project)).client()
+    assert watcher.wait_for_run(client, API, pauses.append) == {"group": "g", "project": project}
     assert len(pauses) == 2
 
 
