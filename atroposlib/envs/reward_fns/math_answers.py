@@ -185,6 +185,7 @@ _SPELLINGS = [
     (re.compile(r"√"), r"\\sqrt"),
     (re.compile(r"(?<!\\)\\!|\\(?:displaystyle|textstyle|limits|left|right|[bB]igg?[lr]?)(?![A-Za-z])\.?"), ""),
     (re.compile(r"(?<!\\)\\[,;:> ]|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])|(?<!\\)~|\s+"), " "),
+    (re.compile(r"(?<!\\)\{\s*,\s*\}"), ","),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\([%$#&])"), r"\1"),
     (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
@@ -463,6 +464,7 @@ def read_unit(text: str) -> Unit | None:
 # ---------------------------------------------------------------- lists of plain numbers
 
 _NAME = re.compile(r"(?:\\text *\{[^{}]*\}|[A-Za-z](?:_\{?\w+\}?)?(?: ?\([a-z]\))?) *= *")
+_MEMBER = re.compile(r"[A-Za-z] *\\in(?![A-Za-z]) *")
 _CONJUNCTION = re.compile(r",? *(?:\\text *\{ *,? *(?:and|or) *\}|\\lor|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])) *")
 
 
@@ -480,6 +482,7 @@ def split_parts(text: str) -> Parts:
     >>> split_parts(r"\{1, (2,3)\}")
     Parts(brackets='{}', texts=('1', '(2,3)'))
     """
+    text = text[len(member[0]) :] if (member := _MEMBER.match(text)) else text
     opener, body = ("{", text[1:]) if text.startswith(r"\{") else (text[:1], text)
     brackets = ""
     if opener in _OPENERS and closing(body, 0) == len(body) - 1:

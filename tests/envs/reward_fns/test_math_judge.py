@@ -185,6 +185,8 @@ ACCEPTED = [  # answer, gold
     ("5€", "€5"),
     ("13 apples", "thirteen"),
     ("90 kmh", "90 km/h"),
+    ("€1{,}250", "1250"),
+    (r"1{,}234\text{ m}", "1234"),
     # words
     ("yes", "Yes"),
     (r"\text{Yes.}", "yes"),
@@ -230,6 +232,7 @@ ACCEPTED = [  # answer, gold
     ("(-∞,1)∪(2,∞)", r"(-\infty,1)\cup(2,\infty)"),
     ("x ∈ [1,2]", "[1,2]"),
     (r"\lbrace 1,2\rbrace", r"\{2,1\}"),
+    (r"x \in \{\pm 2, 0\}", "0, 2, -2"),
     # algebra
     ("x²", "x^2"),
     ("f’(x)", "f'(x)"),
@@ -307,6 +310,7 @@ REFUSED = [  # answer, gold
     ("2+3=6", "5"),
     (r"1\pm\sqrt{3}", r"1\pm\sqrt{2}"),
     ("[-2,3]", "-2<x<3"),
+    (r"x \in \{1,2\}", "(1,2)"),
     ("(2,3)", "(2,3),(3,2)"),
     ("Evelyn and Briana", "Evelyn"),
     ("A, C", "A"),
