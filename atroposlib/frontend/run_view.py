@@ -127,7 +127,7 @@ class View:
     def names(self, table: Table) -> tuple[list[str], list[str]]:
         """Each file's name in addresses, and that of its run; as short as they are different."""
         files, labels, runs = self._names
-        if len(files) != len(table.files):
+        if files != table.files:
             labels = _labels(table.files)
             folders = _labels([path.parent / run_name(path) for path in table.files])
             self._names = (table.files, labels, folders)

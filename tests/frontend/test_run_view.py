@@ -15,6 +15,7 @@ from atroposlib.frontend.group_detail import PAGE_TOKENS, TokenTexts, pieces
 from atroposlib.frontend.live_rollouts import LiveRollouts
 from atroposlib.frontend.query import Query
 from atroposlib.frontend.run_view import FileRollouts, make_app
+from atroposlib.rollouts.files import compress
 from tests.data.rollout_factory import write_groups
 from tests.data.small_tokenizer import write_tokenizer
 
@@ -456,6 +457,18 @@ def test_a_group_is_that_of_the_table_that_named_it_though_a_file_before_it_grew
         stream.write(json.dumps(group([0.0], "t", item="late")) + "\n")
     rollouts.follow(paths)
     assert json.loads(rollouts.group(before, 1))["item_key"] == "b.jsonl"
+
+
+def test_groups_are_found_when_a_running_job_has_compressed_their_file(tmp_path):
+    paths = [write_groups(tmp_path / name, [group([1.0], "t", item=name)]) for name in ("a.jsonl", "b.jsonl")]
+    rollouts = FileRollouts()
+    rollouts.follow(paths)
+    client = TestClient(make_app(rollouts), base_url="http://localhost")
+    assert [each["at"] for each in groups_of(client)["groups"]] == ["a.jsonl:1", "b.jsonl:1"]
+    rollouts.follow([compress(paths[0]), paths[1]])
+    places = [each["at"] for each in groups_of(client)["groups"]]
+    found = [client.get("/api/group", params={"at": place}).json()["about"]["item_key"] for place in places]
+    assert dict(zip(places, found, strict=True)) == {"a.jsonl.zst:1": "a.jsonl", "b.jsonl:1": "b.jsonl"}
 
 
 def test_a_group_of_which_no_response_has_a_finite_score_is_shown(tmp_path):
