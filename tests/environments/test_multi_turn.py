@@ -6,8 +6,10 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
+import sys
 from array import array
 
 import pytest
@@ -373,6 +375,26 @@ def test_replies_have_neither_thoughts_nor_calls_in_their_text():
     reply = reply_of(message_of(text + "</tool_call>", tools))
     assert (reply.text, [(call.name, call.arguments) for call in reply.calls]) == ("now", [("g", {"x": 1})])
     assert reply_of({"content": "1"}, opening="<think>\n") == Reply("", (), "<think>\n1")
+
+
+def test_the_sudokus_of_a_seed_stay_the_same():
+    env = make_env(catalog.load("sudoku"), "")
+    made = [env.make(random.Random(f"0/train/{index}"), level) for level in (1, 4, 9) for index in range(2)]
+    digest = hashlib.sha256(json.dumps(made).encode()).hexdigest()
+    assert digest == "df8628a44cd553a7a1892d5bb148d5bc0baa84ba3ff714499b4937fe67a4cbf1"
+
+
+def test_a_sparse_sudoku_is_made_in_few_steps():
+    """It is made on the event loop, which stands meanwhile."""
+    calls = itertools.count()
+    env = make_env(catalog.load("sudoku"), "")
+    before = sys.getprofile()
+    sys.setprofile(lambda *_: next(calls))
+    try:
+        env.make(random.Random("0/train/1/11"), 11)
+    finally:
+        sys.setprofile(before)
+    assert next(calls) < 1_000_000
 
 
 @pytest.mark.parametrize("level", [1, 2, 4])

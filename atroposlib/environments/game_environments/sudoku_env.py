@@ -76,7 +76,7 @@ class SudokuEnv(MultiTurnEnv):
             if sum(line.count(0) for line in grid) == empty:
                 break
             grid[row][column] = 0
-            if len(list(islice(solutions([list(row) for row in grid]), 2))) > 1:
+            if len(list(islice(solutions(grid), 2))) > 1:
                 grid[row][column] = solution[row][column]
         return Puzzle(grid=grid, solution=solution)
 
@@ -85,28 +85,49 @@ class SudokuEnv(MultiTurnEnv):
 
 
 def solutions(grid: Grid) -> Iterator[Grid]:
-    """Yield every solution of a grid, which is written on meanwhile."""
-    choices = {(row, column): _candidates(grid, row, column) for row, column in _empty(grid)}
-    if not choices:
+    """Yield every solution of a grid."""
+    size, box = len(grid), int(len(grid) ** 0.5)
+    lacks = [(1 << size) - 1] * (3 * size)  # of each row, column and box the digits that are not there yet, as bits
+    cells: list[tuple[int, ...]] = []  # empty ones, by their row, column and box
+    for row, line in enumerate(grid):
+        for column, digit in enumerate(line):
+            cell = row, size + column, 2 * size + row - row % box + column // box
+            if digit:
+                for unit in cell:
+                    lacks[unit] ^= 1 << digit - 1
+            else:
+                cells.append(cell)
+    yield from _fillings([list(row) for row in grid], cells, lacks)
+
+
+def _fillings(grid: Grid, cells: list[tuple[int, ...]], lacks: list[int]) -> Iterator[Grid]:
+    """Yield a grid with its empty cells filled, those of the fewest choices first."""
+    if not cells:
         yield [list(row) for row in grid]
         return
-    (row, column), digits = min(choices.items(), key=lambda choice: len(choice[1]))
-    for digit in digits:
-        grid[row][column] = digit
-        yield from solutions(grid)
-    grid[row][column] = 0
+    choices = [lacks[row] & lacks[column] & lacks[box] for row, column, box in cells]
+    once, twice = [0] * len(lacks), [0] * len(lacks)  # digits with one place or more, and with two or more
+    for cell, digits in zip(cells, choices, strict=True):
+        for unit in cell:
+            twice[unit] |= once[unit] & digits
+            once[unit] |= digits
+    if once != lacks:
+        return
+    for number, cell in enumerate(cells):
+        for unit in cell:
+            choices[number] = choices[number] & ~twice[unit] or choices[number]
+    chosen = min(range(len(cells)), key=lambda number: choices[number].bit_count())
+    cell, left = cells[chosen], cells[:chosen] + cells[chosen + 1 :]
+    for digit in range(1, len(grid) + 1):
+        bit = 1 << digit - 1
+        if choices[chosen] & bit:
+            grid[cell[0]][cell[1] - len(grid)] = digit
+            after = [digits & ~bit if unit in cell else digits for unit, digits in enumerate(lacks)]
+            yield from _fillings(grid, left, after)
 
 
 def _empty(grid: Grid) -> Iterator[tuple[int, int]]:
     return ((row, column) for row, line in enumerate(grid) for column, digit in enumerate(line) if not digit)
-
-
-def _candidates(grid: Grid, row: int, column: int) -> list[int]:
-    size, box = len(grid), int(len(grid) ** 0.5)
-    top, left = row - row % box, column - column % box
-    used = {*grid[row], *(line[column] for line in grid)}
-    used.update(digit for line in grid[top : top + box] for digit in line[left : left + box])
-    return [digit for digit in range(1, size + 1) if digit not in used]
 
 
 def _filled(rng: random.Random, size: int) -> Grid:
