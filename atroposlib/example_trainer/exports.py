@@ -109,7 +109,7 @@ def _is_of_the_disk(error: Exception) -> bool:
 
 def discard(path: Path) -> None:
     """Delete a file or folder. A kill in the middle, or a file in use on NFS, leaves nothing that has its name."""
-    for stale in path.parent.glob(".deleting.*"):
+    for stale in path.parent.glob(".deleting*"):
         _delete(stale)
     doomed = path.with_name(f".deleting.{path.name}")
     with suppress(OSError):

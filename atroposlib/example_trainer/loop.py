@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -36,7 +36,7 @@ from atroposlib.example_trainer.data import (
 )
 from atroposlib.example_trainer.exports import write_whole
 from atroposlib.example_trainer.learner import Learner
-from atroposlib.example_trainer.weight_sync import WeightSync, make_sync, names_versions
+from atroposlib.example_trainer.weight_sync import WeightSync, WeightSyncError, make_sync, names_versions
 from atroposlib.json_lines import one_line
 from atroposlib.lock_files import run_lock
 from atroposlib.paths import writable_dir
@@ -201,12 +201,14 @@ def _train(config: TrainingConfig, save_path: Path) -> TrainResult:
             return _follow(learner)
     logger.info("training %s from step %d to %d", config.model_name, learner.step, config.training_steps)
     report = TrainingReport(config, log_dir)
-    sync = make_sync(config, save_path)
     try:
-        with BatchFeed(config, trained=trained) as feed, _stop_flag() as stop:
+        with (
+            _stop_flag() as stop,
+            closing(make_sync(config, save_path, stop)) as sync,
+            BatchFeed(config, trained=trained) as feed,
+        ):
             return _Run(config, learner, feed, sync, report, save_path, stop).to_the_end()
     finally:
-        sync.close()
         report.close()
 
 
@@ -250,16 +252,15 @@ class _Run:
             if not self._one_step():
                 break
             due = learner.step % config.checkpoint_interval == 0 or learner.step == config.training_steps
-            if due and learner.step != last_saved:  # equal after a batch that was all too stale
-                self._save()
+            if due and learner.step != last_saved and self._save():  # equal after a batch that was all too stale
                 last_saved = learner.step
-        if last_saved != learner.step:
-            self._save()
+        if last_saved != learner.step and self._save():
+            last_saved = learner.step
         learner.ranks.share(_NO_MORE)
         learner.ranks.leave()
-        finished = learner.step >= config.training_steps
+        finished = last_saved == learner.step >= config.training_steps
         if finished and config.save_final:
-            self._patiently(lambda: write_whole(self.save_path / "final", learner.policy.save_merged))
+            finished = self._patiently(lambda: write_whole(self.save_path / "final", learner.policy.save_merged))
         if not finished:
             logger.warning("stopped by %s at step %d; the same command resumes", self.stop.signal, learner.step)
         return TrainResult(learner.step, finished, checkpoints.newest(self.save_path))
@@ -300,24 +301,34 @@ class _Run:
     def _push(self) -> None:
         self._patiently(lambda: self.sync.push(self.learner.policy, self.learner.step))
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
+        """Write a checkpoint and acknowledge its batches; False as `_patiently`: they come again."""
         ids, keep = self.feed.unacknowledged, self.config.keep_checkpoints
-        self._patiently(lambda: checkpoints.save(self.learner, self.save_path, batch_ids=ids, keep=keep))
-        self.feed.saved(self.stop)
+        is_saved = self._patiently(lambda: checkpoints.save(self.learner, self.save_path, batch_ids=ids, keep=keep))
+        if is_saved:
+            self.feed.saved(self.stop)
+        return is_saved
 
-    def _patiently(self, write: Callable[[], object]) -> None:
-        """Write; again while that cannot be done, as on a full disk, until a signal or `FULL_DISK_S`.
+    def _patiently(self, write: Callable[[], object]) -> bool:
+        """Write; again while that cannot be done, as on a full disk, for `FULL_DISK_S`.
+
+        Returns:
+            False when a signal came first, and what is not written is for the next start.
 
         Raises:
             PathError: it cannot be written.
+            WeightSyncError: an engine does not take the weights.
         """
         give_up = time.monotonic() + FULL_DISK_S
         while True:
             try:
                 write()
-                return
-            except PathError as error:
-                if self.stop() or time.monotonic() > give_up:
+                return True
+            except (PathError, WeightSyncError) as error:
+                if self.stop():
+                    logger.warning("%s; left to the next start, as %s ends this one", error, self.stop.signal)
+                    return False
+                if isinstance(error, WeightSyncError) or time.monotonic() > give_up:
                     raise
                 logger.warning("%s; it is tried again until there is room", error)
             pause_over = time.monotonic() + FULL_DISK_RETRY_S

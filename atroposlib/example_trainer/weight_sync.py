@@ -12,9 +12,10 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +46,8 @@ from atroposlib.type_definitions import JsonObject
 logger = logging.getLogger(__name__)
 
 _NOT_FOUND = 404
+STOP_GRACE_S = 10.0
+"""For an update in progress when a signal comes; a busy engine may drain for minutes."""
 
 
 class WeightSyncError(AtroposError, RuntimeError):
@@ -93,14 +96,23 @@ class Engine:
 class Engines:
     """All engines at once: none waits until another has finished its requests."""
 
-    def __init__(self, config: TrainingConfig) -> None:
+    def __init__(self, config: TrainingConfig, should_stop: Callable[[], bool]) -> None:
         self._client = httpx.Client(timeout=config.engine_timeout_s)
         self._engines = [Engine(url.rstrip("/").removesuffix("/v1"), self._client) for url in config.sync_urls]
-        self._threads = ThreadPoolExecutor(max(1, len(self._engines)))
+        self._should_stop = should_stop
 
     def each(self, action: Callable[[Engine], object]) -> None:
-        """Do something to every engine, and raise the first error once all are through."""
-        tasks = [self._threads.submit(action, engine) for engine in self._engines]
+        """Do something to every engine, and raise the first error once all are through.
+
+        A stop waits for `STOP_GRACE_S` only, as an engine that hangs would hold it up.
+        """
+        tasks = [_started(action, engine) for engine in self._engines]
+        give_up = float("inf")
+        while waiting := wait(tasks, timeout=0.1).not_done:
+            if self._should_stop():
+                give_up = min(give_up, time.monotonic() + STOP_GRACE_S)
+            if time.monotonic() > give_up:
+                raise WeightSyncError(f"{len(waiting)} of {len(tasks)} engines have not answered yet")
         errors = [error for task in tasks if (error := task.exception()) is not None]
         if errors:
             raise errors[0]
@@ -109,9 +121,22 @@ class Engines:
         self.each(lambda engine: engine.post(path, body, optional=optional))
 
     def close(self) -> None:
-        """Let go of threads and connections."""
-        self._threads.shutdown()
+        """Let go of the connections."""
         self._client.close()
+
+
+def _started(action: Callable[..., object], *args: object, **options: object) -> Future[object]:
+    """Begin in a thread that a process which ends does not wait for."""
+    future: Future[object] = Future()
+
+    def act() -> None:
+        try:
+            future.set_result(action(*args, **options))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=act, daemon=True).start()
+    return future
 
 
 def _is_success(reply: httpx.Response) -> bool:
@@ -133,8 +158,8 @@ _PAUSES_SINCE = (0, 16)
 class EnginesSync:
     """Kinds of engines that run already: their addresses, and the folder of exported weights."""
 
-    def __init__(self, config: TrainingConfig, folder: Path) -> None:
-        self._engines = Engines(config)
+    def __init__(self, config: TrainingConfig, folder: Path, should_stop: Callable[[], bool]) -> None:
+        self._engines = Engines(config, should_stop)
         self._folder = folder
 
     def close(self) -> None:
@@ -149,8 +174,8 @@ class VLLMSync(EnginesSync):
     cache is dropped with the old weights.
     """
 
-    def __init__(self, config: TrainingConfig, folder: Path) -> None:
-        super().__init__(config, folder)
+    def __init__(self, config: TrainingConfig, folder: Path, should_stop: Callable[[], bool]) -> None:
+        super().__init__(config, folder, should_stop)
         self._pause = _PAUSE[config.sync_mode]
 
     def push(self, policy: Policy, version: int) -> None:
@@ -230,11 +255,11 @@ class NoSync:
 class EmbeddedSync(EnginesSync):
     """The embedded engine: export a GGUF file, then reload in place. The engine waits for running requests itself."""
 
-    def __init__(self, config: TrainingConfig, folder: Path) -> None:
+    def __init__(self, config: TrainingConfig, folder: Path, should_stop: Callable[[], bool]) -> None:
         from atroposlib.example_trainer.gguf_weights import GGUFExporter
         from atroposlib_engine.models import resolve_model
 
-        super().__init__(config, folder)
+        super().__init__(config, folder, should_stop)
         self._exporter = GGUFExporter(resolve_model(config.model_name).gguf, config.engine_dtype)
 
     def push(self, policy: Policy, version: int) -> None:
@@ -266,8 +291,8 @@ class SGLangSync(EnginesSync):
     put away ends the server (0.5.11: one of some dozen updates under load). `/flush_cache` only says no.
     """
 
-    def __init__(self, config: TrainingConfig, folder: Path) -> None:
-        super().__init__(config, folder)
+    def __init__(self, config: TrainingConfig, folder: Path, should_stop: Callable[[], bool]) -> None:
+        super().__init__(config, folder, should_stop)
         self._later_updates = {"drain": _drain, "abort": _abort, "keep": _keep}[config.sync_mode]
         self._update = _drain if config.sync_mode == "keep" else self._later_updates
         self._from_gpu = config.sync_from == "gpu"
@@ -301,13 +326,12 @@ class SGLangSync(EnginesSync):
 
 def _drain(engine: Engine, path: str, body: JsonObject) -> None:
     """Flush in the moment in which running requests are finished and new ones still wait for the update."""
-    with ThreadPoolExecutor(1) as thread:
-        update = thread.submit(engine.post, path, body)
-        flushed = ended = False
-        while not (flushed or ended):
-            ended = bool(wait([update], timeout=_HEAD_START_S).done)
-            flushed = engine.did(_FLUSH)
-        update.result()
+    update = _started(engine.post, path, body)
+    flushed = ended = False
+    while not (flushed or ended):
+        ended = bool(wait([update], timeout=_HEAD_START_S).done)
+        flushed = engine.did(_FLUSH)
+    update.result()
     if not flushed:
         logger.warning("%s is busy and kept its prefix cache: prompts it knows use old weights for now", engine.url)
 
@@ -338,8 +362,9 @@ def _paused(engine: Engine, mode: str) -> Iterator[None]:
 class RestartSync:
     """Any engine: end the one we started, start it again from the new folder. `{model}` in the command is replaced."""
 
-    def __init__(self, config: TrainingConfig, folder: Path) -> None:
+    def __init__(self, config: TrainingConfig, folder: Path, should_stop: Callable[[], bool]) -> None:
         self._config = config
+        self._should_stop = should_stop
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -383,6 +408,8 @@ class RestartSync:
                 )
             if self._is_healthy():
                 return
+            if self._should_stop():
+                raise WeightSyncError(f"{command[0]} was not healthy yet")
             time.sleep(0.2)
         raise WeightSyncError(
             f"{self._config.sync_urls[0]}/health was not 200 within {self._config.engine_timeout_s:.0f} s; read "
@@ -396,7 +423,7 @@ class RestartSync:
             return False
 
 
-KINDS: dict[str, Callable[[TrainingConfig, Path], WeightSync]] = {
+KINDS: dict[str, Callable[[TrainingConfig, Path, Callable[[], bool]], WeightSync]] = {
     "embedded": EmbeddedSync,
     "sglang": SGLangSync,
     "vllm": VLLMSync,
@@ -410,9 +437,13 @@ def names_versions(config: TrainingConfig) -> bool:
     return config.weight_sync not in ("none", "restart")
 
 
-def make_sync(config: TrainingConfig, save_path: Path) -> WeightSync:
-    """The kind that the config names; exported weights go to `<save_path>/engine`."""
+def make_sync(config: TrainingConfig, save_path: Path, should_stop: Callable[[], bool] = lambda: False) -> WeightSync:
+    """The kind that the config names; exported weights go to `<save_path>/engine`.
+
+    Args:
+        should_stop: true once a signal came; a push then gives up on an engine that does not answer.
+    """
     if config.weight_sync == "none":
         return NoSync()
     folder = writable_dir(exports_folder(save_path), what="the folder of exported weights")
-    return KINDS[config.weight_sync](config, folder)
+    return KINDS[config.weight_sync](config, folder, should_stop)

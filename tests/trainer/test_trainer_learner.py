@@ -395,6 +395,7 @@ def test_a_deletion_that_was_killed_leaves_nothing_that_looks_like_a_checkpoint(
         patch.setattr(shutil, "rmtree", lambda folder, ignore_errors=False: None)
         checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
+    (tmp_path / ".deleting").mkdir()  # as an earlier release named it
     learner.step = 2
     checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import torch
 from tiny_model import make_config
 
 from atroposlib.errors import ConfigError
+from atroposlib.example_trainer import weight_sync
 from atroposlib.example_trainer.exports import first_link, in_the_making, replace_link, version_behind
 from atroposlib.example_trainer.weight_sync import WeightSyncError, make_sync
 
@@ -390,8 +392,6 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 
 def free_port():
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -417,6 +417,19 @@ def test_restart_replaces_the_engine_it_started_and_ends_no_other(sync_of):
     finally:
         os.killpg(bystander.pid, signal.SIGKILL)
         bystander.wait()
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm", "restart"])
+def test_a_stop_waits_for_no_engine_that_hangs(tiny_model, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(weight_sync, "STOP_GRACE_S", 0.1)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        url = f"http://127.0.0.1:{free_port() if kind == 'restart' else hanging.getsockname()[1]}"
+        config = make_config(tiny_model, tmp_path, weight_sync=kind, engine_urls=[url], engine_command=command)
+        sync = make_sync(config, tmp_path, lambda: True)
+        with pytest.raises(WeightSyncError, match=r"engines have not answered yet|was not healthy yet"):
+            sync.push(FakePolicy(), 1)
+        sync.close()
 
 
 def test_an_engine_that_already_answers_is_not_taken_for_the_new_one(sync_of, engine):
