@@ -257,9 +257,12 @@ def _check(fields: _Fields, matrices: dict[str, Matrix]) -> EncodedGroup:
     _require_shape("masks", rows("masks"), lengths)
     scores = _read_scores(fields.scores, len(lengths))
     for name in FLOAT_ROWS:
-        if name not in matrices and getattr(fields, name) in (_NULL, _EMPTY):
+        if name not in matrices and getattr(fields, name) == _NULL:
             continue
-        if name == "advantages":  # upstream trainers accept one advantage per sequence as well as one per token
+        if not rows(name):  # as `collect_trajectories` of 0.4.0 sends what no response has
+            matrices.pop(name, None)
+            setattr(fields, name, _EMPTY)
+        elif name == "advantages":  # upstream trainers accept one advantage per sequence as well as one per token
             _require_count(name, len(rows(name)), len(lengths))
         else:
             _require_shape(name, rows(name), lengths)

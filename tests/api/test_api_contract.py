@@ -50,6 +50,18 @@ async def test_environments_wait_until_the_trainer_asked_for_its_first_batch():
     assert nameless["wandb_name"] == "env_0"
 
 
+@pytest.mark.parametrize("space", ["", " ", ' , "note": "\\u005b"'], ids=["plain", "spaces", "an escaped bracket"])
+async def test_fields_that_no_response_has_come_as_empty_lists_from_environments_of_upstream(space):
+    client = await started(memory_app(), batch_size=4)
+    group = {**make_group(1), "group_overrides": {}, "overrides": [], "images": [], "messages": []}
+    body = json.dumps({**group, "advantages": [], "ref_logprobs": [], "inference_logprobs": []})
+    body = body.replace("[]", "[ ]")[:-1] + space + "}"
+    answer = await client.post("/scored_data", content=body, headers={"Content-Type": "application/json"})
+    assert answer.json() == {"status": "received"}
+    [served] = (await client.get("/batch")).json()["batch"]
+    assert (served["advantages"], served["ref_logprobs"], served["inference_logprobs"]) == ([], [], [])
+
+
 async def test_batches_are_exact_first_in_first_out_and_count_one_step_each():
     client = await started(memory_app())
     for uid in range(6):
