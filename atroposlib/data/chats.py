@@ -8,6 +8,7 @@ that an environment wrote are the assistant's, too. Where no ids were recorded, 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -43,7 +44,7 @@ class RecordedChat:
     where: str  # file:line[index]
     messages: list[JsonObject]
     kept: list[dict[str, Raw]]  # the same byte by byte, without `reward`; a content that is missing is null, and one
-    # in parts is its text unless the conversation has an image or the like: templates for text drop a list in silence
+    # in parts is its text unless one of its group has an image or the like: templates for text drop a list in silence
     generated: list[int]  # positions of the turns that the model generated, ascending
     tools: Raw | None  # definitions of the tools that it was given
 
@@ -137,14 +138,25 @@ def part_text(part: object) -> str:
     return part if isinstance(part, str) else ""
 
 
-def _is_text(message: Message) -> bool:
+def _is_text(message: object) -> bool:
     """True when a content is text, also where that is given in parts, or missing."""
-    content = message.get("content")
+    content = message.get("content") if isinstance(message, dict) else None
     return not isinstance(content, list) or all(
         isinstance(part, str)
         or (isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") in _TEXT_PARTS)
         for part in content
     )
+
+
+def _has_text_alone(group: LazyGroup) -> bool:
+    """False when some conversation has an image: then all are for templates that take parts, and prompts stay alike."""
+    if group.is_text is None:
+        group.is_text = True
+        for raw in group.messages or []:
+            with suppress(msgspec.DecodeError):  # an odd response
+                chat = msgspec.json.decode(raw)
+                group.is_text &= not isinstance(chat, list) or all(map(_is_text, chat))
+    return group.is_text
 
 
 def reasoning_of(message: Message) -> str:
@@ -209,11 +221,10 @@ def read_chat(
         {**({} if "content" in each else _NO_CONTENT), **{key: each[key] for key in each if key != "reward"}}
         for each in _kept_decoder.decode(raw)
     ]
-    if all(_is_text(message) for message in messages):  # with an image it is for templates that take parts
-        for message, own in zip(messages, kept, strict=True):
-            if isinstance(message.get("content"), list):
-                message["content"] = "".join(content_texts(message["content"]))
-                own["content"] = Raw(msgspec.json.encode(message["content"]))
+    for message, own in zip(messages, kept, strict=True):
+        if isinstance(message.get("content"), list) and _has_text_alone(group):
+            message["content"] = "".join(content_texts(message["content"]))
+            own["content"] = Raw(msgspec.json.encode(message["content"]))
     return RecordedChat(where, messages, kept, generated, tools_of(group, index))
 
 

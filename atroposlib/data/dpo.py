@@ -37,6 +37,7 @@ from atroposlib.data.policy import SelectionPolicy, priorities, select
 from atroposlib.data.report import (
     ExportReport,
     NothingKept,
+    check_format,
     dataset_writer,
     describe_export,
     require_records,
@@ -190,7 +191,7 @@ def export_dpo(
             earlier=earlier,
         )
 
-    with dataset_writer(target, options, options.format, table, report) as (writer, earlier):
+    with dataset_writer(target, options, "dpo", options.format, table, report) as (writer, earlier):
         for record in _records(table, keep, pairs, convert, advance):
             if isinstance(record, RowError):
                 odd.add(record)
@@ -221,6 +222,8 @@ def collect_dpo(
         if done := finish_earlier(output):
             return done
         target = check_dataset(output, options, what="the output")
+        if options.append:
+            check_format(target, "dpo", options.format)
         convert = _converter(options)
         seed = policy.seed if policy else 0
 

@@ -110,6 +110,8 @@ class LazyGroup(msgspec.Struct):
     recorded_scores: list[float | bool | None] | None = msgspec.field(default=None, name="scores")
     odd: dict[int, int] = msgspec.field(default_factory=dict, name="(marked after reading)")
     """Index of each response that must not be used, and its reason's place in `ODD`."""
+    is_text: bool | None = msgspec.field(default=None, name="(looked up when a content is in parts)")
+    """True when no conversation holds an image or the like."""
 
     @property
     def has_tokens(self) -> bool:

@@ -25,15 +25,17 @@ from atroposlib.data.output import (
     written_whole,
 )
 from atroposlib.data.policy import Selection, SelectionPolicy, StepResult
-from atroposlib.data.rollout_files import expand_input, read_rollouts
+from atroposlib.data.rollout_files import expand_input, read_lines, read_rollouts
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Table
 from atroposlib.errors import DataError, PathError
-from atroposlib.json_lines import one_line, read_object
+from atroposlib.json_lines import object_in, one_line, read_object
 from atroposlib.paths import shown
 from atroposlib.type_definitions import Array, JsonObject
 
 logger = logging.getLogger(__name__)
+
+_OF_PAIRS = ("rejected", "neg", "rejected_input_ids")  # names in every record of atropos dpo, one of them
 
 
 class NothingKept(DataError):
@@ -120,7 +122,7 @@ def _inputs(table: Table) -> list[JsonObject]:
 
 @contextmanager
 def dataset_writer(
-    output: Path, options: WriteOptions, format: str, table: Table, report: Callable[[int], ExportReport]
+    output: Path, options: WriteOptions, command: str, format: str, table: Table, report: Callable[[int], ExportReport]
 ) -> Iterator[tuple[JsonlWriter | ParquetWriter, list[JsonObject]]]:
     """A writer of the records of one export, which appear together with `report` of them, and the earlier exports.
 
@@ -128,37 +130,51 @@ def dataset_writer(
         report: made when all is written, of the bytes of the whole file.
 
     Raises:
-        PathError: as `sole_writer`, `written_whole` and `_earlier_exports`.
+        PathError: as `sole_writer`, `written_whole` and `check_format`.
     """
     with sole_writer(output, append=options.append, overwrite=options.overwrite):
-        earlier = _earlier_exports(output, format, table) if options.append else []
+        if options.append:
+            check_format(output, command, format)
+        earlier = _earlier_exports(output) if options.append else []
+        if any(each.get("inputs") == _inputs(table) for each in earlier):
+            logger.warning(
+                "%s holds records of these rollouts already, of an earlier export; now they are in it twice", output
+            )
         with written_whole(
             output, append=options.append, before_rename=lambda size: write_meta(output, report(size))
         ) as writer:
             yield writer, earlier
 
 
-def _earlier_exports(output: Path, format: str, table: Table) -> list[JsonObject]:
-    """Return what is recorded of the exports that `output` is made of, the first one first, before another is appended.
+def check_format(output: Path, command: str, format: str) -> None:
+    """Refuse to append to a dataset of another format, which no loader takes in one file.
+
+    Args:
+        command: sft or dpo, some of whose formats have one name.
 
     Raises:
-        PathError: they have another format, which no loader takes in one file.
+        PathError: `output` was made as another format.
     """
+    exports = _earlier_exports(output)
+    if not exports or (line := next(read_lines(output), None)) is None:
+        return
+    first = object_in(line.data) or {}
+    there = "dpo" if any(name in first for name in _OF_PAIRS) else "sft"
+    found = next((each.get("format") for each in exports if each.get("format") != format), format)
+    if (there, found) != (command, format):
+        raise PathError(
+            f"{output} holds records of atropos {there} --format {found}, found atropos {command} --format {format}; "
+            "append records of one format, or give another output"
+        )
+
+
+def _earlier_exports(output: Path) -> list[JsonObject]:
+    """Return what is recorded of the exports that `output` is made of, the first one first."""
     meta = read_object(_meta_path(output)) or {}
     exports = [*meta.pop("earlier", []), meta] if output.exists() and meta else []
     sizes = [each.get("output_bytes") for each in exports]  # one that was killed before its rename is not in the file
     size = output.stat().st_size if exports else 0
-    exports = exports[: sizes.index(size) + 1] if size in sizes else exports
-    if found := [each for each in exports if each.get("format") != format]:
-        raise PathError(
-            f"{output} holds records of --format {found[0].get('format')}, found --format {format}; append records of "
-            "one format, or give another output"
-        )
-    if any(each.get("inputs") == _inputs(table) for each in exports):
-        logger.warning(
-            "%s holds records of these rollouts already, of an earlier export; now they are in it twice", output
-        )
-    return exports
+    return exports[: sizes.index(size) + 1] if size in sizes else exports
 
 
 def write_meta(output: Path, report: ExportReport) -> Path:

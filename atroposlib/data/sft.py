@@ -34,6 +34,7 @@ from atroposlib.data.output import WriteOptions, check_dataset, refuse_inputs
 from atroposlib.data.policy import Selection, SelectionPolicy, TargetStep, select, simple_policy
 from atroposlib.data.report import (
     ExportReport,
+    check_format,
     dataset_writer,
     describe_export,
     require_records,
@@ -355,7 +356,7 @@ def _write(
             odd=converter.set_aside,
         )
 
-    with dataset_writer(target, options, options.format, table, report) as (writer, earlier):
+    with dataset_writer(target, options, "sft", options.format, table, report) as (writer, earlier):
         for record in pack(records, options.pack) if options.pack else records:
             writer.write(record)
             count += 1
@@ -388,6 +389,8 @@ def collect_sft(output: str | Path, policy: SelectionPolicy, options: SftOptions
         if done := finish_earlier(output):
             return done
         target = check_dataset(output, options, what="the output")
+        if options.append:
+            check_format(target, "sft", options.format)
         Conversion(options)
         collected = collect(target, plan, lambda table: int(select(table, policy).keep.sum()))
         exact = TargetStep(step="target", count=plan.target, allow_fewer=True)

@@ -5,7 +5,8 @@ from rollout_factory import TOOLS, USER, chat_group, make_group, write_groups
 from transformers import AutoTokenizer
 
 from atroposlib.data.dpo import DpoOptions, PairRules, export_dpo, preference_pairs
-from atroposlib.errors import ConfigError, DataError
+from atroposlib.data.sft import SftOptions, export_sft
+from atroposlib.errors import ConfigError, DataError, PathError
 
 
 def pairs(scores, lengths=None, **rules):
@@ -135,3 +136,31 @@ def test_copies_of_pairs_are_counted(tmp_path):
     group = chat_group(chats, [".x"] * 4) | {"scores": [1.0, 0.0, 1.0, 0.0]}
     report = export_dpo(write_groups(tmp_path / "a.jsonl", [group]), tmp_path / "o.jsonl")
     assert (report.records, report.copies) == (2, 1)
+
+
+def test_an_image_in_one_answer_alone_makes_no_other_prompt_of_it(tmp_path):
+    parts = [{"type": "text", "text": "weather?"}]
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    chats = [
+        [USER | {"content": parts}, answer, USER | {"content": later}, answer]
+        for answer, later in (
+            ({"role": "assistant", "content": "a"}, parts),
+            ({"role": "assistant", "content": "b"}, [image]),
+        )
+    ]
+    rollouts = write_groups(tmp_path / "a.jsonl", [chat_group(chats, [".x.x"] * 2)])
+    export_dpo(rollouts, tmp_path / "o.jsonl", options=DpoOptions(format="messages"))
+    pair = json.loads((tmp_path / "o.jsonl").read_text())
+    assert (pair["pos"], pair["neg"]) == tuple(chats)
+
+
+@pytest.mark.parametrize("format", ["messages", "tokens"])
+def test_pairs_are_not_appended_to_responses_whose_format_has_the_same_name(tmp_path, format):
+    rollouts = write_groups(tmp_path / "a.jsonl", [make_group([1.0, 0.0])])
+    export_sft(rollouts, tmp_path / "o.jsonl", options=SftOptions(format=format))
+    with pytest.raises(PathError, match=f"of atropos sft --format {format}, found atropos dpo --format {format}"):
+        export_dpo(rollouts, tmp_path / "o.jsonl", options=DpoOptions(format=format, append=True))
+    export_dpo(rollouts, tmp_path / "p.jsonl", options=DpoOptions(format=format))
+    export_dpo(rollouts, tmp_path / "p.jsonl", options=DpoOptions(format=format, append=True))
+    with pytest.raises(PathError, match=f"of atropos dpo --format {format}, found atropos sft --format {format}"):
+        export_sft(rollouts, tmp_path / "p.jsonl", options=SftOptions(format=format, append=True))

@@ -17,7 +17,7 @@ from atroposlib.data import sft
 from atroposlib.data.collect import CollectedGroups, Collection, sole_collection
 from atroposlib.data.dpo import DpoOptions, PairRules, collect_dpo
 from atroposlib.data.policy import simple_policy
-from atroposlib.data.sft import SftOptions, collect_sft
+from atroposlib.data.sft import SftOptions, collect_sft, export_sft
 from atroposlib.errors import ApiError, ConfigError, PathError
 from atroposlib.frontend.live_rollouts import LiveRollouts
 from tests.children import Child
@@ -156,6 +156,17 @@ def test_a_collector_killed_again_and_again_loses_and_doubles_nothing(api, tmp_p
     assert sorted(questions) == sorted(f"question {number}" for number in range(100))
     assert len(lines_of(tmp_path / "o.jsonl.rollouts.jsonl")) == 100
     assert not ledger.exists()
+
+
+def test_a_dataset_of_another_format_is_refused_before_anything_is_collected(tmp_path):
+    export_sft(write_groups(tmp_path / "a.jsonl", [make_group([1.0])]), tmp_path / "o.jsonl")
+    with pytest.raises(PathError, match="found atropos sft --format messages"):
+        collect_sft(
+            tmp_path / "o.jsonl",
+            simple_policy(),
+            SftOptions(format="messages", append=True),
+            plan("http://127.0.0.1:1", 3),
+        )
 
 
 @pytest.mark.parametrize("append", [False, True])

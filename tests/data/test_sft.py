@@ -380,7 +380,9 @@ def test_what_is_appended_has_the_format_of_what_is_there_and_the_card_counts_bo
     for item in "01":
         rollouts = write_groups(tmp_path / f"{item}.jsonl", [make_group([1.0, 1.0], item=item)])
         export_sft(rollouts, target, options=SftOptions(append=True))
-        with pytest.raises(PathError, match="holds records of --format prompt-completion, found --format tokens"):
+        with pytest.raises(
+            PathError, match="of atropos sft --format prompt-completion, found atropos sft --format tokens"
+        ):
             export_sft(rollouts, target, options=SftOptions(format="tokens", append=True))
     assert len(lines_of(target)) == 4
     card = dataset_card(target)
