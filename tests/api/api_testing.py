@@ -113,7 +113,7 @@ class ServerProcess:
         """Send a signal; the exit code."""
         assert self._process is not None
         self._process.send_signal(sign)
-        code = self._process.wait(timeout=20)
+        code = self._process.wait(timeout=60)
         self._process.stdout.close()
         self._process = None
         return code

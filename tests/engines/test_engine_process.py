@@ -51,7 +51,7 @@ def test_it_ends_with_the_process_that_started_it(local_model):
     gone = threading.Event()
     while not gone.wait(0.1):
         try:
-            httpx.get(f"{url}/health", timeout=5)
+            httpx.get(f"{url}/health", timeout=60)
         except httpx.TransportError:
             gone.set()
 

@@ -279,13 +279,13 @@ async def test_what_is_no_openenv_server_is_said_at_the_start():
 
 
 async def test_pings_are_answered_while_the_model_writes():
-    with served(adding_server(), ws_ping_interval=0.05, ws_ping_timeout=0.05) as url:
+    with served(adding_server(), ws_ping_interval=0.05, ws_ping_timeout=0.6) as url:
         env = make(OpenEnvEnv, "1", id=url, max_turns=2)
         engine = env.server.servers[0]
         answer = engine.tokens_and_logprobs_completion
 
         async def slow(**asked):
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.8)
             return await answer(**asked)
 
         engine.tokens_and_logprobs_completion = slow

@@ -408,8 +408,27 @@ async def test_an_agent_that_somebody_kills_is_a_fault_of_its_own_and_leaves_no_
     assert running_with(tmp_path / "pids") == []
 
 
+def over_once(path, monkeypatch, limit_s):
+    """Let the time of an agent be over when it has written this file, however busy the machine is."""
+    real, tasks = asyncio.timeout, []
+
+    async def end(limit):
+        while not path.exists() or not path.read_text():
+            await asyncio.sleep(0.01)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    def timeout(delay):
+        limit = real(None if delay == limit_s else delay)
+        if delay == limit_s:
+            tasks.append(asyncio.create_task(end(limit)))
+        return limit
+
+    monkeypatch.setattr(asyncio, "timeout", timeout)
+
+
 async def test_an_agent_that_takes_too_long_ends_with_everything_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr("atroposlib.envs.agent_programs.TERM_S", 0.1)
+    over_once(tmp_path / "pids", monkeypatch, 1.5)
     env = command_env(tmp_path, script=STUBBORN, agent_timeout_s=1.5)
     item = {**await item_of(env), "prompt": str(tmp_path / "pids")}
     with pytest.raises(EnvironmentFault, match=r"more than 2 s .agent_timeout_s"):
@@ -457,7 +476,9 @@ ENDS = {
 @pytest.mark.parametrize(("end", "fault"), ENDS.values(), ids=ENDS)
 async def test_what_an_agent_detached_from_itself_ends_with_it(tmp_path, monkeypatch, end, fault):
     monkeypatch.setattr("atroposlib.envs.agent_programs.TERM_S", 0.1)
-    env = command_env(tmp_path, "true", DETACHED.format(end=end), agent_timeout_s=3, max_calls=None)
+    if fault == "agent_timeout_s":
+        over_once(tmp_path / "pid", monkeypatch, 60)
+    env = command_env(tmp_path, "true", DETACHED.format(end=end), agent_timeout_s=60, max_calls=None)
     with pytest.raises(EnvironmentFault, match=fault) if fault else nullcontext():
         await rolled_out(env, {**await item_of(env), "prompt": str(tmp_path / "pid")})
     assert (tmp_path / "pid").exists()
@@ -571,6 +592,7 @@ async def test_an_agent_in_a_container_has_its_folder_and_its_model_and_nothing_
 
 async def test_a_container_whose_agent_takes_too_long_ends_by_its_name(tmp_path, monkeypatch, docker):
     monkeypatch.setattr("atroposlib.envs.agent_programs.TERM_S", 0.1)
+    over_once(tmp_path / "pids", monkeypatch, 1.5)
     env = command_env(tmp_path, script=STUBBORN, agent_timeout_s=1.5, **IN_DOCKER)
     with pytest.raises(EnvironmentFault, match="agent_timeout_s"):
         await rolled_out(env, {**await item_of(env), "prompt": str(tmp_path / "pids")})

@@ -199,7 +199,7 @@ def test_a_histogram_grows_until_every_group_is_read(open_page, runs, monkeypatc
 
     def read_later(self, *args, **kinds):
         if looked_at:  # the first look asks only whether there are gaps
-            may_read.wait(10)
+            may_read.wait(60)
         looked_at.append(args)
         yield from read(self, *args, **kinds)
 

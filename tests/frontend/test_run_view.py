@@ -286,7 +286,7 @@ def test_numbers_and_an_order_by_gap_say_how_many_groups_are_still_to_be_read(pa
     may_read, read = threading.Event(), FileRollouts.read
 
     def read_later(self, *args, **kinds):
-        may_read.wait(10)
+        may_read.wait(60)
         yield from read(self, *args, **kinds)
 
     monkeypatch.setattr(FileRollouts, "read", read_later)

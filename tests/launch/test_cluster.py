@@ -228,7 +228,7 @@ def sshd(tmp_path, monkeypatch) -> Iterator[str]:
         time.sleep(0.1)
     yield "login"
     server.terminate()
-    server.wait(10)
+    server.wait(60)
 
 
 def test_code_and_data_travel_over_a_real_sshd(sshd, tmp_path, monkeypatch):

@@ -701,7 +701,7 @@ async def test_a_cleanup_that_fails_costs_neither_the_group_nor_a_place(tmp_path
             raise RuntimeError("sandbox is gone")
 
     async with asyncio.timeout(60):
-        outcome = await process_env(tmp_path, BadCleanupEnv, worker_timeout=0.1, total_steps=9).process_manager()
+        outcome = await process_env(tmp_path, BadCleanupEnv, worker_timeout=0.3, total_steps=9).process_manager()
     assert outcome.groups == 9
     assert "cleanup failed" in caplog.text
     assert not (tmp_path / "failures.jsonl").exists()

@@ -267,7 +267,7 @@ def test_a_program_dies_with_a_caller_that_is_killed(user):
         time.sleep(0.02)
     caller.kill()
     caller.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while still_there(token) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not still_there(token)
@@ -308,12 +308,12 @@ def test_a_program_begins_only_when_its_caller_has_answered(script, answer, tmp_
     assert (tmp_path / "begun").exists() is bool(answer)
 
 
-@pytest.mark.parametrize(("end", "wall_s", "verdict"), [("os._exit(0)", 20, "exit"), ("time.sleep(30)", 1, "time")])
+@pytest.mark.parametrize(("end", "wall_s", "verdict"), [("os._exit(0)", 60, "exit"), ("time.sleep(300)", 1, "time")])
 def test_16_a_child_that_holds_the_pipes_delays_nothing(box, end, wall_s, verdict):
-    program = f"import os, time\nif os.fork() == 0:\n  os.setsid(); time.sleep(30)\n{end}\n"
+    program = f"import os, time\nif os.fork() == 0:\n  os.setsid(); time.sleep(300)\n{end}\n"
     outcome = box.run(program, limits={"wall_s": wall_s})
     assert outcome.verdict == verdict
-    assert outcome.wall_s < 20
+    assert outcome.wall_s < 60
 
 
 def test_17_processes_are_counted(box):

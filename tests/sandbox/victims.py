@@ -130,7 +130,7 @@ def write_half_and_die() -> None:
 def _daemon() -> None:
     if os.fork() == 0:
         os.setsid()
-        time.sleep(8)
+        time.sleep(60)
         os._exit(0)
 
 

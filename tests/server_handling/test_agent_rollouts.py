@@ -990,7 +990,7 @@ def test_a_file_without_its_deleted_rollouts_takes_the_place_of_the_old_one_whil
 ):
     told, real = threading.Event(), record_module.os.fsync
     monkeypatch.setattr(record_module, "LEFT_OUT_BYTES", 0)
-    monkeypatch.setattr(record_module.os, "fsync", lambda file: told.wait(10) and real(file))
+    monkeypatch.setattr(record_module.os, "fsync", lambda file: told.wait(60) and real(file))
     path = tmp_path / "records.jsonl"
     log = CallLog(path)
     for number in range(20):

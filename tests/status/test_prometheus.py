@@ -24,7 +24,7 @@ def scrape(folder):
     """What a scrape of the run in a folder gives."""
     server = serve_metrics(folder, "127.0.0.1", 0)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=60) as response:
             return response.read().decode()
     finally:
         server.shutdown()

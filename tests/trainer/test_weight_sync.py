@@ -124,7 +124,7 @@ class FakeSGLang(FakeEngine):
     def reply(self, path, body):
         if path == "/update_weights_from_disk":
             assert body["flush_cache"] is False
-            self.idle.wait(10)
+            self.idle.wait(60)
         elif path.startswith("/flush_cache"):
             if self.refusals:
                 self.refusals -= 1
@@ -222,7 +222,7 @@ def test_every_engine_is_updated_and_v1_is_cut_off(sync_of, engine):
 
 def test_no_engine_waits_until_another_is_drained(sync_of):
     engines = [FakeSGLang(), FakeSGLang()]
-    engines[0].reply = lambda path, body: (200, {"success": engines[1].idle.wait(10)})  # only after the second
+    engines[0].reply = lambda path, body: (200, {"success": engines[1].idle.wait(60)})  # only after the second
     sync_of("sglang", [engine.url for engine in engines]).push(FakePolicy(), 1)
     for engine in engines:
         engine.close()
