@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -145,3 +146,18 @@ def test_what_is_known_of_earlier_requests_changes_no_id(plan, texts, tokenizer,
         for forgets in (False, True)
     )
     assert known == found_anew
+
+
+async def test_what_is_known_of_earlier_requests_holds_each_message_once_and_few_sequences():
+    """As where the system prompt says the time, or an agent writes its answers otherwise than it got them."""
+    managed = ManagedServer(Engine(["a"], FakeTokenizer()), FakeTokenizer(), for_agents=True)
+    said, calls = [], []
+    for number in range(30):
+        said.append({"role": "user", "content": f"question {number}"})
+        sent = json.loads(json.dumps([{"role": "system", "content": f"It is {number}."}, *said]))
+        (reply,) = await managed.answer(ChatRequest(sent))
+        said.append({"role": "assistant", "content": f"{reply.message['content']} {number}"})
+        calls.append(reply.call)
+    turns = {id(turn): turn for call in calls for turn in call.chat.turns[:-1]}
+    assert len(turns) == 30 + 30 + 29
+    assert sum(call.whole is not None for call in calls) <= 2

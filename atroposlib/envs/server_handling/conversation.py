@@ -133,6 +133,7 @@ class Reader:
         """Forget the messages of all requests so far."""
         # of the last requests the JSON of their messages up to the last bracket: its bytes, digest and turns
         self._histories: deque[tuple[int, bytes, tuple[Turn, ...]]] = deque(maxlen=MOST_HISTORIES)
+        self._turns: dict[bytes, Turn] = {}  # by digest, so that histories with another beginning hold a message once
 
     def _known_beginning(self, written: bytes) -> tuple[Turn, ...]:
         """Return the turns of the last request whose messages are the first of these, byte for byte."""
@@ -143,6 +144,15 @@ class Reader:
         return ()
 
     def _turn(self, said: Message, shown: Message | None) -> Turn:
+        try:
+            digest = xxh3_128_digest(orjson.dumps((said, shown)))
+        except TypeError:
+            return self._new_turn(said, shown)
+        if (turn := self._turns.get(digest)) is None:
+            turn = self._turns[digest] = self._new_turn(said, shown)
+        return turn
+
+    def _new_turn(self, said: Message, shown: Message | None) -> Turn:
         compared = said if shown is None or said.get("role") == "assistant" else shown
         keys = keys_of(compared)
         if self._normalise is not None and (before := self._normalise(compared)) != compared:

@@ -69,6 +69,9 @@ __all__ = ["ChatRequest", "DummyManagedServer", "ManagedServer", "ManagedServerA
 
 logger = logging.getLogger(__name__)
 
+MOST_WHOLE = 2
+"""Sequences of an agent that are held in one piece; of all others each call holds what it adds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -197,6 +200,7 @@ class ManagedServer(TrackedSequences):
         self.server = server
         self.tokenizer: Tokenizer = _tokenizer_of(server) if tokenizer is None else tokenizer
         self._ends: list[Call] = []  # of the sequences
+        self._whole: list[Call] = []  # the latest that an agent may continue
         self.lineage = Lineage()
         self._translator = ToolCallTranslator(self.tokenizer, tool_parser) if tool_parser else None
         self._reader = Reader(
@@ -332,7 +336,7 @@ class ManagedServer(TrackedSequences):
 
     def reset(self) -> None:
         super().reset()
-        self._ends = []
+        self._ends, self._whole = [], []
         self.lineage.clear()
         self._reader.forget()
 
@@ -420,6 +424,7 @@ class ManagedServer(TrackedSequences):
             if self._for_agents:
                 given = prompt_ids if isinstance(prompt_ids, array) else array("i", prompt_ids)
                 call.whole = prompt.text + output.text, given + array("i", output.ids)
+                self._whole.append(call)
             else:
                 call.node = node_of(call, list(prompt_ids), prompt.text + output.text)
                 nodes.append(call.node)
@@ -428,6 +433,9 @@ class ManagedServer(TrackedSequences):
             replies.append(Reply(output.text, output.reason, message, call, len(prompt_ids)))
         if prompt.base is not None:
             prompt.base.is_continued, prompt.base.whole = True, None
+        self._whole = [call for call in self._whole if call.whole is not None]
+        while len(self._whole) > MOST_WHOLE:
+            self._whole.pop(0).whole = None
         if not self._for_agents:
             self._store(nodes, prompt.base)
         self._note_ends([reply.call for reply in replies], prompt.base)
