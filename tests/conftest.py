@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -17,6 +18,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
 """Processes that tests start run this checkout, wherever they start, and whatever is installed."""
+
+for limit in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, limit, 60.0)
+"""Five seconds are little for a process that a busy machine keeps waiting."""
 
 LONGEST = (
     "launch/test_datagen_run.py",

@@ -245,7 +245,7 @@ def test_a_full_disk_loses_nothing_and_the_run_ends_when_there_is_room(tmp_path)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(disk)], check=False).returncode:
         pytest.skip("this machine does not allow mounts")
     try:
-        run = scripted_run(disk, problems=12, expected_tokens=1)
+        run = scripted_run(disk, problems=24, expected_tokens=1)  # some are left when the disk is full
         with run.running(groups=2) as process:
             filler = disk / "filler"
             with filler.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
