@@ -80,10 +80,14 @@ def _write(learner: Learner, making: Path, batch_ids: Sequence[str]) -> None:
 
 def read_facts(checkpoint: Path) -> JsonObject:
     """`trainer.json` of a checkpoint."""
+    return _read(checkpoint, _FACTS)
+
+
+def _read(checkpoint: Path, name: str) -> JsonObject:
     try:
-        return {**json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))}
+        return {**json.loads((checkpoint / name).read_text(encoding="utf-8"))}
     except (OSError, ValueError, TypeError) as error:
-        raise _damaged(checkpoint, _FACTS, error) from error
+        raise _damaged(checkpoint, name, error) from error
 
 
 def _damaged(checkpoint: Path, name: str, error: Exception) -> DataError:
@@ -95,7 +99,7 @@ def require_same_model(config: TrainingConfig, checkpoint: Path) -> None:
     facts = read_facts(checkpoint)
     found, asked = {name: facts[name] for name in _LASTING if name in facts}, config.model_dump()
     if config.use_lora and facts["use_lora"]:
-        saved = json.loads((checkpoint / "adapter_config.json").read_text(encoding="utf-8"))
+        saved = _read(checkpoint, "adapter_config.json")
         asked |= adapter_settings(config)
         found |= {peft: sorted(saved[peft]) if isinstance(saved[peft], list) else saved[peft] for peft in PEFT_NAMES}
     for name, before in found.items():

@@ -258,9 +258,13 @@ def _load_weights(folder: Path | str, dtype: torch.dtype) -> CausalModel:
 
 def _with_adapter(config: TrainingConfig, base: nn.Module, checkpoint: Path | None) -> CausalModel:
     from peft import LoraConfig, PeftModel, get_peft_model
+    from safetensors import SafetensorError
 
     if checkpoint is not None:
-        return PeftModel.from_pretrained(base, checkpoint, is_trainable=True)  # pyright: ignore[reportArgumentType]
+        try:
+            return PeftModel.from_pretrained(base, checkpoint, is_trainable=True)  # pyright: ignore[reportArgumentType]
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelError(f"adapter {str(checkpoint)!r} cannot be loaded: {error}") from error
     adapter = LoraConfig(task_type="CAUSAL_LM", **adapter_settings(config))
     return get_peft_model(base, adapter)  # pyright: ignore[reportArgumentType]
 

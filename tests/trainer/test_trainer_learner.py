@@ -447,10 +447,13 @@ def test_a_file_in_use_that_keeps_an_old_checkpoint_from_being_deleted_ends_no_t
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
 
 
-@pytest.mark.parametrize("name", ["training_state.pt", "trainer.json", "model.safetensors"])
+DAMAGED = ["training_state.pt", "trainer.json", "model.safetensors", "adapter_model.safetensors", "adapter_config.json"]
+
+
+@pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("left", [None, b"", b"[]", b"half"])
 def test_a_damaged_checkpoint_is_named(make_learner, tmp_path, name, left):
-    learner = make_learner()
+    learner = make_learner(use_lora=name.startswith("adapter"))
     folder = checkpoint.save(learner, tmp_path, batch_ids=[], keep=1)
     (folder / name).unlink()
     if left is not None:
