@@ -390,11 +390,14 @@ def test_a_stream_of_something_else_is_a_fault_of_the_engine(tmp_path, monkeypat
         StreamReader(draft, "http://engine/generate").take(b"[]")
 
 
-def test_a_stream_whose_log_probabilities_are_of_other_tokens_is_a_fault_of_the_engine(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("ids", "words"), [([1, 3], "name different tokens"), ([2], "without --stream-output")], ids=["others", "the new"]
+)
+def test_a_stream_whose_log_probabilities_are_of_other_tokens_is_refused(ids, words, tmp_path, monkeypatch):
     monkeypatch.setattr(sglang_server, "PIECE_TOKENS", 0)
     draft = ResponseJournal(tmp_path / "run.journal", set()).open("1", b"place")
-    event = json.loads(event_of([1, 2], [-0.1, -0.2])) | {"output_ids": [1, 3]}
-    with pytest.raises(EngineFault, match="name different tokens"):
+    event = json.loads(event_of([1, 2], [-0.1, -0.2])) | {"output_ids": ids}
+    with pytest.raises(EngineFault, match=words):
         StreamReader(draft, "http://engine/generate").take(json.dumps(event).encode())
     assert len(draft.ids) == 0
 

@@ -342,8 +342,6 @@ class StreamReader:
             raise ReplyFault(f"a /generate stream gave {len(generations)} generations in one event: {event[:200]!r}")
         generation = generations[0]
         self.refusal = generation.refusal(self._url)
-        if flaw := generation.flaw():
-            raise ReplyFault(f"a /generate stream gave a bad event: {flaw}")
         ids, logprobs = generation.ids_and_logprobs()
         meta = generation.meta_info
         if len(ids) != meta.completion_tokens or len(logprobs) not in (0, len(ids)):
@@ -352,6 +350,8 @@ class StreamReader:
                 f"{meta.completion_tokens} tokens; events must be "
                 "cumulative: start the server without --stream-output"
             )
+        if flaw := generation.flaw():
+            raise ReplyFault(f"a /generate stream gave a bad event: {flaw}")
         self.version = meta.weight_version
         self._reason = meta.finish_reason
         logprobs = logprobs or [PROMPT_LOGPROB] * len(ids)  # later events may have them
