@@ -31,7 +31,7 @@ def url(tmp_path) -> Iterator[str]:
 
 
 def connect(url: str) -> socket.socket:
-    connection = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=20)
+    connection = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=60)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 

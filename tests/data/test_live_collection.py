@@ -38,7 +38,7 @@ def running_api():
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(timeout=20)
+        thread.join(timeout=60)
 
 
 @pytest.fixture

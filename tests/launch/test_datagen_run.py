@@ -88,7 +88,7 @@ class DatagenRun:
         return next(service["restarts"] for service in self.record()["services"] if service["name"] == name)
 
     def services_are_gone(self) -> bool:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         pids = [service["pid"] for service in self.record()["services"]]
         while any(start_time(pid) is not None for pid in pids):
             if time.monotonic() > deadline:

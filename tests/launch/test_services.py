@@ -67,7 +67,7 @@ def supervised(tmp_path: Path, program: str, limit: int = 5, **changes) -> Super
 
 
 async def first_output(child: Supervised) -> str:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (text := log_tail(child.service.log, 1)):
             await asyncio.sleep(0.02)
     return text
@@ -75,7 +75,7 @@ async def first_output(child: Supervised) -> str:
 
 def is_gone(pid: int) -> bool:
     """True once the process does not exist (or is a zombie)."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while start_time(pid) is not None:
         if time.monotonic() > deadline:
             return False

@@ -64,7 +64,7 @@ async def test_a_service_that_is_being_started_while_the_run_ends_is_not_left(su
         await services.start(service("slow", ENDS_ONCE_THERE_IS)).ready.wait()
         late = services.start(service("late", SLEEPER))
         ending = asyncio.create_task(services.stop())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while late.pid is None and not ending.done():
                 await asyncio.sleep(0.01)
         (tmp_path / "told").touch()
