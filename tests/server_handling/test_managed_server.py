@@ -267,6 +267,12 @@ async def test_what_an_author_writes_into_a_node_reaches_no_later_request():
     assert server.requests[0]["input_ids"] == server.requests[1]["input_ids"]
 
 
+def test_the_translator_of_calls_is_had_by_upstreams_name():
+    managed = ManagedServer(FakeServer("x"), FakeTokenizer(), tool_parser="hermes")
+    [said] = managed._get_translator().convert_messages_for_template([{"role": "user", "content": "hi"}])
+    assert said == {"role": "user", "content": "hi"}
+
+
 async def test_messages_without_a_template_become_lines():
     class Plain(FakeTokenizer):
         chat_template = None

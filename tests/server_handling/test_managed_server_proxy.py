@@ -2,6 +2,7 @@ import asyncio
 import socket
 import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -59,6 +60,15 @@ async def test_a_chat_is_answered_in_openai_form_and_tracked():
     prompt = nodes[0]["masked_tokens"].count(-100)
     assert nodes[0]["logprobs"][:prompt] == [1.0] * prompt
     assert FakeTokenizer().decode(nodes[0]["tokens"][prompt:], skip_special_tokens=True).strip() == "hello"
+
+
+async def test_a_server_whose_config_has_a_model_name_only_has_sessions():
+    server = FakeServer("hello")
+    server.config = SimpleNamespace(model_name="m")
+    async with client_of(server) as client:
+        made = (await client.post("/sessions/create", json={})).json()
+        assert (await client.get("/sessions")).json()["sessions"][0]["base_url"] is None
+    assert made["base_url"] is None
 
 
 async def test_every_sampling_option_reaches_the_engine():

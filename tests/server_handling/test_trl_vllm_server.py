@@ -1,10 +1,12 @@
+import contextlib
+
 import pytest
 from aiohttp import web
 
 from atroposlib.envs.server_handling import trl_vllm_server
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
-from atroposlib.errors import RequestFault
+from atroposlib.errors import EngineFault, RequestFault
 from atroposlib.rollouts.trace import tracing
 from tests.fakes import EOS, FakeTokenizer
 
@@ -64,6 +66,28 @@ async def test_a_refusal_is_a_request_fault(server, trl):
 
     with pytest.raises(RequestFault, match="answered 422: too long"):
         await server.completion(prompt="x")
+
+
+async def test_a_reply_without_json_is_an_engine_fault(server, trl):
+    trl.reply = web.Response(text="{", content_type="application/json")
+
+    with pytest.raises(EngineFault, match="is not JSON"):
+        await server._completion_wrapper(prompt="x")
+
+
+async def test_a_stand_in_of_upstreams_tests_gives_replies_with_nothing_but_json(server, monkeypatch):
+    class Reply(contextlib.nullcontext):
+        async def json(self):
+            return {"completion_ids": [[104, EOS]]}
+
+    class Session(contextlib.nullcontext):
+        def post(self, *_, **__):
+            reply = Reply()
+            reply.enter_result = reply
+            return reply
+
+    monkeypatch.setattr(trl_vllm_server.aiohttp, "ClientSession", lambda **_: Session(Session()))
+    assert (await server._completion_wrapper(prompt="x")).choices[0].text == "h"
 
 
 async def test_token_requests_say_what_to_use_instead(server):

@@ -450,6 +450,10 @@ class ManagedServer(TrackedSequences):
             self._ends[at : at + 1] = calls[:1]
             self._ends += calls[1:]
 
+    def _get_translator(self) -> ToolCallTranslator | None:
+        """Return the translator of calls, by the name that tests written for 0.4.0 use."""
+        return self._translator
+
     def _handed_out(self, call_id: str) -> Message | None:
         return None if self._translator is None else self._translator.handed_out(call_id)
 

@@ -231,7 +231,7 @@ class _Proxy:
             "servers": [
                 {
                     "index": index,
-                    "base_url": server.config.base_url,
+                    "base_url": _address(server),
                     "healthy": server.server_healthy,
                     "model_name": server.config.model_name,
                     "server_type": getattr(server.config, "server_type", "unknown"),
@@ -253,7 +253,7 @@ class _Proxy:
             "uuid": session.id,
             "model_name": session.model_name,
             "tool_parser": session.settings.tool_parser,
-            "base_url": session.managed.server.config.base_url,
+            "base_url": _address(session.managed.server),
             "created_at": session.created,
         }
 
@@ -263,7 +263,7 @@ class _Proxy:
                 {
                     "uuid": session.id,
                     "model_name": session.model_name,
-                    "base_url": session.managed.server.config.base_url,
+                    "base_url": _address(session.managed.server),
                     "created_at": session.created,
                     "last_accessed": time.time() - (time.monotonic() - session.last_used),
                     "num_nodes": len(session.managed.nodes()),
@@ -294,6 +294,11 @@ class _Proxy:
     async def delete_session(self, session_uuid: str) -> JsonObject:
         self.sessions.delete(session_uuid)
         return {"status": "deleted", "uuid": session_uuid}
+
+
+def _address(server: Server) -> str | None:
+    """Return the base URL; None where a test has put a server with a config of its own."""
+    return getattr(server.config, "base_url", None)
 
 
 def main() -> None:
