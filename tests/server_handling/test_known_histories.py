@@ -94,7 +94,7 @@ steps = st.builds(
 
 
 def forget(managed):
-    """Let a managed server find out anew what it may have kept."""
+    """Let a managed server find out again what it may have kept."""
     managed._reader.forget()
     managed.lineage._walk = None
     for call in [*managed.lineage._calls, *(call for call, _ in managed.lineage._new)]:
@@ -141,11 +141,11 @@ async def converse(plan, texts, tokenizer, *, keeps_thoughts, forgets):
 )
 @settings(max_examples=200, deadline=None)
 def test_what_is_known_of_earlier_requests_changes_no_id(plan, texts, tokenizer, keeps_thoughts):
-    known, found_anew = (
+    known, found_again = (
         asyncio.run(converse(plan, texts, tokenizer, keeps_thoughts=keeps_thoughts, forgets=forgets))
         for forgets in (False, True)
     )
-    assert known == found_anew
+    assert known == found_again
 
 
 async def test_what_is_known_of_earlier_requests_holds_each_message_once_and_few_sequences():
