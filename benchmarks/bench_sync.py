@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{size:.2f} GB, {args.mode}: before the first push {gap(policy, args.url, ids):.4f} nats", flush=True)
         version = 0
         for source, config in kinds.items():
-            sync, seconds, stale = SGLangSync(config, Path(folder)), [], 0.0
+            sync, seconds, stale = SGLangSync(config, Path(folder), lambda: False), [], 0.0
             for _ in range(args.pushes):
                 move(policy, 0.02)
                 stale = gap(policy, args.url, ids)
