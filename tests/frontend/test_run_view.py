@@ -1,3 +1,4 @@
+import itertools
 import json
 import threading
 import time
@@ -284,10 +285,11 @@ def test_a_dataset_is_said_to_be_no_rollouts(tmp_path, path):
 
 
 def test_numbers_and_an_order_by_gap_say_how_many_groups_are_still_to_be_read(path, monkeypatch):
-    may_read, read = threading.Event(), FileRollouts.read
+    may_read, read, calls = threading.Event(), FileRollouts.read, itertools.count()
 
     def read_later(self, *args, **kinds):
-        may_read.wait(60)
+        if next(calls) > 0:  # the first one looks at the beginning
+            may_read.wait(60)
         yield from read(self, *args, **kinds)
 
     monkeypatch.setattr(FileRollouts, "read", read_later)
