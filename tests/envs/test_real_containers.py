@@ -62,9 +62,7 @@ class Containers:
 @pytest.fixture(scope="module", params=["docker", "podman"])
 def containers(request, tmp_path_factory):
     if request.param == "podman" and "PYTEST_XDIST_WORKER" in os.environ:
-        pytest.skip(
-            "podman waits 20 s for each container's end under pytest-xdist: pytest -n 0 tests/envs/test_real_containers.py"
-        )
+        pytest.skip("podman waits 20 s for each container's end under pytest-xdist; run this file with -n 0")
     place, made = tmp_path_factory.mktemp(request.param), Containers(request.param)
     with pytest.MonkeyPatch.context() as patched:
         if request.param == "podman":
