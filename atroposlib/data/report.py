@@ -62,9 +62,7 @@ class ExportReport:
     tasks: dict[str, int] = field(default_factory=dict)  # responses kept per task
     contamination: list[Contamination] = field(default_factory=list)
     set_aside: list[JsonObject] = field(default_factory=list)  # by reason: lines and responses, the first by name
-    earlier: list[JsonObject] = field(
-        default_factory=list
-    )  # of one that was appended: what is recorded of those before
+    earlier: list[JsonObject] = field(default_factory=list)  # records of the exports that this one was appended to
     version: str = __version__
     created_at: float = field(default_factory=time.time)
 

@@ -1,4 +1,4 @@
-"""What is kept of earlier requests saves work only: a managed server that forgets it sends the same ids."""
+"""A managed server that forgets what it keeps of earlier requests sends the same ids: keeping it only saves work."""
 
 import asyncio
 import itertools
