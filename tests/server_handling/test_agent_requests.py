@@ -558,6 +558,28 @@ async def test_what_cannot_be_understood_is_refused_before_anything_is_generated
     assert (record["calls"], client.engine.answered) == ([], 0)
 
 
+REFUSED = {
+    **ODD,
+    **{
+        f"an image, {name}": (path, {field: [{"role": "user", "content": parts}]}, "the model takes text only")
+        for name, (path, field, parts) in IMAGES.items()
+        if name != "count_tokens"
+    },
+    "a grammar and tools": ("chat/completions", {"regex": "a", "tools": [function("f")]}, "can call no tool"),
+}
+
+
+@pytest.mark.parametrize(("path", "asked", "sentence"), REFUSED.values(), ids=REFUSED)
+async def test_what_is_refused_is_refused_before_and_after_an_end_and_ends_nothing(path, asked, sentence):
+    async with client_of("a") as client:
+        made = await new_rollout(client, max_calls=1, grammars=True)
+        await ask(client, made)
+        for said in (BUDGET_TEXT, "has ended (budget: 1 of 1 calls)"):  # spent, then ended
+            reply = await ask(client, made, path, **{**ASK[path], **asked})
+            assert (reply.status_code, sentence in reply.json()["error"]["message"]) == (400, True), reply.text
+            assert said in (await ask(client, made)).text
+
+
 UNUSABLE = {
     "no choice": ({"sampling": {"n": 0}}, "n is 0"),
     "a limit that is a text": ({"sampling": {"max_tokens": "5"}}, "max_tokens is '5'"),

@@ -924,6 +924,16 @@ async def test_a_rollout_without_requests_ends_and_keeps_its_record_on_disk_only
         assert restarted["calls"][0] == before["calls"][0]
 
 
+async def test_a_response_of_a_rollout_that_rests_is_no_unknown_one(tmp_path):
+    rollouts, client = idle_app(CallLog(tmp_path / "records.jsonl"), ["a"], 50)
+    async with client:
+        made = await new_rollout(client)
+        before = (await ask(client, made, "responses", input="hi")).json()["id"]
+        rollouts.of_id(made["id"]).last_used -= 60
+        reply = await ask(client, made, "responses", input="and?", previous_response_id=before)
+    assert (reply.status_code, "has ended (idle" in reply.text) == (409, True), reply.text
+
+
 async def test_a_rollout_is_not_idle_while_a_request_runs():
     server = SlowServer("slow", tokenizer=Tokenizer())
     rollouts = Rollouts(lambda settings: managed_for(server, server.tokenizer, settings), idle_s=50)

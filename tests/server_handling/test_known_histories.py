@@ -1,14 +1,16 @@
 """A managed server that forgets what it keeps of earlier requests sends the same ids: keeping it only saves work."""
 
 import asyncio
+import gc
 import itertools
 import json
+import weakref
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.conversation import ChatRequest
+from atroposlib.envs.server_handling.conversation import MOST_HISTORIES, ChatRequest, Reader
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from tests.fakes import EOS, FakeTokenizer
 from tests.server_handling.test_managed_properties import StrippingTokenizer
@@ -161,3 +163,13 @@ async def test_what_is_known_of_earlier_requests_holds_each_message_once_and_few
     turns = {id(turn): turn for call in calls for turn in call.chat.turns[:-1]}
     assert len(turns) == 30 + 30 + 29
     assert sum(call.whole is not None for call in calls) <= 2
+
+
+def test_of_requests_that_nobody_answered_only_the_last_stay_in_memory():
+    reader = Reader(lambda: True, lambda message: message)
+    first = weakref.ref(reader.read(ChatRequest([{"role": "user", "content": "first"}])).turns[0])
+    assert first() is not None
+    for number in range(MOST_HISTORIES):
+        reader.read(ChatRequest([{"role": "user", "content": f"{number}"}]))
+    gc.collect()
+    assert first() is None

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
 from typing import Literal
+from weakref import WeakValueDictionary
 
 import orjson
 from pydantic import BaseModel
@@ -37,7 +38,7 @@ _THOUGHT_KEYS = ("reasoning_content", "reasoning")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Turn:
     """One message of a chat."""
 
@@ -133,7 +134,8 @@ class Reader:
         """Forget the messages of all requests so far."""
         # of the last requests the JSON of their messages up to the last bracket: its bytes, digest and turns
         self._histories: deque[tuple[int, bytes, tuple[Turn, ...]]] = deque(maxlen=MOST_HISTORIES)
-        self._turns: dict[bytes, Turn] = {}  # by digest, so that histories with another beginning hold a message once
+        # by digest, so that histories with another beginning hold a message once; of a refused one nothing stays
+        self._turns: WeakValueDictionary[bytes, Turn] = WeakValueDictionary()
 
     def _known_beginning(self, written: bytes) -> tuple[Turn, ...]:
         """Return the turns of the last request whose messages are the first of these, byte for byte."""

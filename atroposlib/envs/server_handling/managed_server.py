@@ -236,9 +236,7 @@ class ManagedServer(TrackedSequences):
                 did not call the tool that it had to.
             ConfigError: `tools` cannot reach the model.
         """
-        if request.tools:
-            check_tools(self._tool_parser, self.tokenizer)
-        prompt = self._chat_prompt(self._reader.read(request))
+        prompt = self._prompt(request)
         with prompt.base or nullcontext():
             prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, request.sampling, bool(request.tools))
             if request.tools and request.wanted_tool is not None:
@@ -305,7 +303,7 @@ class ManagedServer(TrackedSequences):
     def prompt_of(self, request: ChatRequest) -> Prompt:
         """Return the prompt that a request would send; nothing is generated, tracked or counted."""
         counted = self.lineage.differences
-        prompt = self._chat_prompt(self._reader.read(request))
+        prompt = self._prompt(request)
         self.lineage.differences = counted
         return prompt
 
@@ -341,6 +339,11 @@ class ManagedServer(TrackedSequences):
         self._reader.forget()
 
     # -- prompts -------------------------------------------------------------------------------------------------
+
+    def _prompt(self, request: ChatRequest) -> Prompt:
+        if request.tools:
+            check_tools(self._tool_parser, self.tokenizer)
+        return self._chat_prompt(self._reader.read(request))
 
     def _chat_prompt(self, chat: Conversation) -> Prompt:
         found = self.lineage.find(chat, keeps_thoughts=self._keeps_thoughts)

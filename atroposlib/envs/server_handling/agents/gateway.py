@@ -315,9 +315,10 @@ class Gateway:
             return _refused(CHAT, 401, "no rollout has this key for scores; post to the address in AGL_EVENT_URL")
         try:
             asked = EventRequest.model_validate(json_object(await request.body()))
+            reward = RewardData.model_validate(asked.data) if asked.event_type == "reward" else None
             rollout.refuse_if_sealed()
-            if asked.event_type == "reward":
-                rollout.add_score(RewardData.model_validate(asked.data).value, name="reward")
+            if reward is not None:
+                rollout.add_score(reward.value, name="reward")
         except Exception as error:
             return failure(CHAT, error)
         told = {"event_type": asked.event_type, "rollout_id": rollout.id, "attempt_id": "0", "data": asked.data}

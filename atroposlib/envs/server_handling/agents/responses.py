@@ -69,6 +69,8 @@ def _history(previous: Json, rollout: Rollout) -> list[Message]:
         if name == previous and calls and calls[0].chat is not None:
             turns = calls[0].chat.turns[bool(exchange.asked.get("instructions")) : -1]
             return [*(turn.said for turn in turns), exchange.answers[0].message]
+    if rollout.end_reason is not None:  # which is what the request is told; its responses may be in the log only
+        return []
     raise RequestFault(f"previous_response_id {previous!r} is no response of this rollout; send the whole input")
 
 

@@ -132,10 +132,13 @@ class Rollout:
             if earlier is not None:
                 self._log.write()
                 return earlier
+        default = 1024 if self.is_session else None
+        used, notes = counted_sampling(self.settings, asked, self.managed.thoughts_before, default_max_tokens=default)
         if self.end_reason is not None or self.spent():
             return self._budget_said(asked, digest)
-        running = _Running(digest)
-        task = asyncio.get_running_loop().create_task(self._generate(asked, running), context=self._context.copy())
+        running, context = _Running(digest), self._context.copy()
+        generation = self._generate(asked, running, used, notes)
+        task = asyncio.get_running_loop().create_task(generation, context=context)
         self._running[task] = running
         task.add_done_callback(self._done)
         return await self._joined(task)
@@ -187,9 +190,7 @@ class Rollout:
             return self._left["generated_tokens"]
         return sum(answer.completion_tokens for exchange in self.exchanges for answer in exchange.answers)
 
-    async def _generate(self, asked: Asked, running: _Running) -> Exchange:
-        default = 1024 if self.is_session else None
-        used, notes = counted_sampling(self.settings, asked, self.managed.thoughts_before, default_max_tokens=default)
+    async def _generate(self, asked: Asked, running: _Running, used: JsonObject, notes: list[str]) -> Exchange:
         started = time.time()
         try:
             if not await self._reserve(running, used):
@@ -251,7 +252,12 @@ class Rollout:
         return running.reserved > 0
 
     def _budget_said(self, asked: Asked, digest: bytes) -> Exchange:
-        """End the rollout with one last reply; SealedError where it has ended before."""
+        """End the rollout with one last reply; SealedError where it has ended before.
+
+        A request that could not be answered is told so (RequestFault) in any case, and ends nothing.
+        """
+        if asked.chat is not None:
+            self.managed.prompt_of(asked.chat)
         if self.end_reason is not None:
             raise SealedError(f"rollout {self.id} has ended ({self.end_reason}); start another one")
         self._end(f"budget: {self.spent() or 'too few tokens are left for a token of each choice'}", is_sealed=False)
