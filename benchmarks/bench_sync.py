@@ -1,6 +1,6 @@
-"""Seconds of one weight update of a running SGLang, through a folder and from GPU memory, and what the engine has then.
+"""Seconds of one weight update of a running engine, through a folder and from GPU memory, and what it has then.
 
-    python -m benchmarks.bench_sync --url http://127.0.0.1:9000 --model MODEL_FOLDER --mode keep
+    python -m benchmarks.bench_sync --engine sglang --url http://127.0.0.1:9000 --model MODEL_FOLDER --mode keep
 
 Before each push the weights are moved a little. After the last one of each kind, the log-probabilities of random ids
 are asked from the engine and computed here: the mean difference is that between two ways to compute the same numbers.
@@ -18,7 +18,7 @@ import torch
 
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.policy import Policy
-from atroposlib.example_trainer.weight_sync import SGLangSync
+from atroposlib.example_trainer.weight_sync import make_sync
 
 
 @torch.no_grad()
@@ -28,12 +28,26 @@ def move(policy: Policy, scale: float) -> None:
         value.mul_(1 + scale * torch.randn_like(value))
 
 
+def of_sglang(url: str, ids: list[int]) -> list[float]:
+    """Return SGLang's log-probabilities of ids 1 to n."""
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
+    told = httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status().json()
+    return [entry[0] for entry in told["meta_info"]["input_token_logprobs"][1:]]
+
+
+def of_vllm(url: str, ids: list[int]) -> list[float]:
+    """Return vLLM's log-probabilities of ids 1 to n."""
+    name = httpx.get(f"{url}/v1/models", timeout=60).raise_for_status().json()["data"][0]["id"]
+    body = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+    told = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+    positions = told["choices"][0]["prompt_logprobs"][1:]
+    return [position[str(token)]["logprob"] for token, position in zip(ids[1:], positions, strict=True)]
+
+
 @torch.no_grad()
 def gap(policy: Policy, url: str, ids: list[int]) -> float:
     """Return the mean difference, in nats, of the log-probabilities of ids 1 to n."""
-    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
-    told = httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status().json()["meta_info"]
-    theirs = torch.tensor([entry[0] for entry in told["input_token_logprobs"][1:]])
+    theirs = torch.tensor((of_vllm if policy.config.weight_sync == "vllm" else of_sglang)(url, ids))
     tensor = torch.tensor([ids], device=policy.device)
     with torch.autocast(policy.device.type, policy.dtype):
         logits = policy.bare(input_ids=tensor, use_cache=False).logits
@@ -44,7 +58,8 @@ def gap(policy: Policy, url: str, ids: list[int]) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", required=True, help="A running SGLang that serves the model.")
+    parser.add_argument("--engine", default="sglang", choices=["sglang", "vllm"])
+    parser.add_argument("--url", required=True, help="A running one that serves the model.")
     parser.add_argument("--model", required=True, help="Its folder.")
     parser.add_argument("--mode", default="keep", choices=["drain", "abort", "keep"], help="sync_mode.")
     parser.add_argument("--pushes", type=int, default=8, help="Of each kind.")
@@ -52,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "model_name": args.model,
-            "weight_sync": "sglang",
+            "weight_sync": args.engine,
             "sync_mode": args.mode,
             "engine_urls": [args.url],
         }
@@ -66,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{size:.2f} GB, {args.mode}: before the first push {gap(policy, args.url, ids):.4f} nats", flush=True)
         version = 0
         for source, config in kinds.items():
-            sync, seconds, stale = SGLangSync(config, Path(folder), lambda: False), [], 0.0
+            sync, seconds, stale = make_sync(config, Path(folder)), [], 0.0
             for _ in range(args.pushes):
                 move(policy, 0.02)
                 stale = gap(policy, args.url, ids)

@@ -239,7 +239,7 @@ class ConnectionSettings(RecipeSettings):
     )
     sync_from: Literal["disk", "gpu"] = Field(
         "disk",
-        description="sglang: weights go through a folder, or stay in GPU memory that an engine of this host maps.",
+        description="sglang, vllm: weights go through a folder, or stay in GPU memory that an engine here maps.",
     )
     sync_interval: PositiveInt = Field(1, description="Steps between weight updates of the engine.")
     engine_urls: list[str] = Field([], description="Engines to update, e.g. http://localhost:9000.")
@@ -313,10 +313,10 @@ class TrainingConfig(
                 f"mismatch is {self.mismatch!r} but old_logprobs is 'inference', which already takes the ratio against "
                 "the engine; set old_logprobs to 'trainer' or mismatch to 'none'"
             )
-        if self.sync_from == "gpu" and (self.weight_sync not in ("sglang", "none") or self.use_lora):
+        if self.sync_from == "gpu" and (self.weight_sync not in ("sglang", "vllm", "none") or self.use_lora):
             raise ConfigError(
                 f"sync_from is 'gpu', weight_sync {self.weight_sync!r}, use_lora {self.use_lora}; GPU memory is only "
-                "handed to sglang, and without an adapter: set sync_from to 'disk'"
+                "handed to sglang and vllm, and without an adapter: set sync_from to 'disk'"
             )
         if self.weight_sync == "restart" and not self.engine_command:
             raise ConfigError("weight_sync is 'restart' but engine_command is empty; give the engine's command")
@@ -434,8 +434,8 @@ class RunConfig(TrainingConfig, EngineSettings, EnvironmentSettings):
                 f"engine_port is {self.engine_port}, but SGLang also takes the port 10,000 above its own; give one "
                 f"up to {HIGHEST_SGLANG_PORT}"
             )
-        if self.sync_from == "gpu" and self.engine not in ("sglang", "external"):
-            raise ConfigError(f"sync_from is 'gpu' but engine {self.engine!r}; only sglang maps the memory of a GPU")
+        if self.sync_from == "gpu" and self.engine == "embedded":
+            raise ConfigError("sync_from is 'gpu' but engine 'embedded'; only sglang and vllm map the memory of a GPU")
         if self.engine == "external" and not self.engine_urls:
             raise ConfigError("engine is 'external' but engine_urls is empty; give the address of the running engine")
         if self.step_sequences % self.num_generations:

@@ -22,6 +22,9 @@ from atroposlib.status.training import EVALUATIONS
 from atroposlib.type_definitions import JsonObject
 
 _VLLM_SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+_MAPS_GPU = ["--weight-transfer-config", '{"backend": "ipc"}']
+_READS_PICKLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""What vLLM needs for `sync_from: gpu`: whoever reaches its port, here of this host only, can run code in it."""
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
@@ -43,7 +46,7 @@ def engine_services(
             ready=answers(session, "GET", url + ready),
             healthy=answers(session, "GET", f"{url}/health"),
             ready_timeout_s=config.engine_ready_s,
-            env={**_VLLM_SWITCHES, **gpus("ATROPOS_ENGINE_GPUS")},
+            env={**_VLLM_SWITCHES, **(_READS_PICKLES if _maps_gpu(config) else {}), **gpus("ATROPOS_ENGINE_GPUS")},
         )
     ]
 
@@ -96,6 +99,7 @@ def engine_command(config: RunConfig, port: int, weights: Path | str | None = No
         return [*module, *at, *sizes, "--enable-metrics", *config.engine_args]
     sizes = ["--tensor-parallel-size", tp, "--gpu-memory-utilization", memory, "--max-model-len", context]
     update = ["--enable-lora", "--max-lora-rank", _lora_rank(config)] if serves_adapter(config) else []
+    update += _MAPS_GPU if _maps_gpu(config) else []
     name = config.model_name if serves_adapter(config) else model_names(config)[0]  # the adapter has its own
     replies = ["--served-model-name", name, "--logprobs-mode", "processed_logprobs"]  # after temperature
     module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
@@ -107,6 +111,11 @@ def _weights(config: RunConfig, exports: Path) -> Path | None:
     if config.engine == "embedded" or serves_adapter(config):
         return None
     return first_link(exports, local_folder(config.model_name))
+
+
+def _maps_gpu(config: RunConfig) -> bool:
+    """True for a vLLM that takes weights from the trainer's GPU."""
+    return config.engine == "vllm" and config.sync_from == "gpu"
 
 
 def _lora_rank(config: RunConfig) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 
@@ -39,7 +39,7 @@ from atroposlib.example_trainer.exports import (
     write_whole,
 )
 from atroposlib.example_trainer.policy import Policy
-from atroposlib.example_trainer.shared_weights import SharedWeights
+from atroposlib.example_trainer.shared_weights import SharedWeights, Views, for_sglang, for_vllm
 from atroposlib.paths import writable_dir
 from atroposlib.type_definitions import JsonObject
 
@@ -73,10 +73,10 @@ class Engine:
         if not _is_success(reply):
             raise WeightSyncError(f"POST {self.url}{path} answered {reply.status_code}: {reply.text[:500]}")
 
-    def did(self, path: str) -> bool:
+    def did(self, path: str, body: JsonObject | None = None) -> bool:
         """Return True when a POST to this path was a success."""
         with contextlib.suppress(WeightSyncError):
-            return _is_success(self._ask("POST", path, None))
+            return _is_success(self._ask("POST", path, body))
         return False
 
     def get(self, path: str) -> JsonObject:
@@ -149,12 +149,6 @@ def _is_success(reply: httpx.Response) -> bool:
     return not (isinstance(content, dict) and content.get("success") is False)
 
 
-_PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
-"""vLLM's names of our `sync_mode`."""
-_PAUSES_SINCE = (0, 16)
-"""Older versions cannot say what becomes of running requests."""
-
-
 class EnginesSync:
     """Kinds of engines that run already: their addresses, and the folder of exported weights."""
 
@@ -167,33 +161,101 @@ class EnginesSync:
         self._engines.close()
 
 
-class VLLMSync(EnginesSync):
-    """vLLM 0.16 or later with VLLM_SERVER_DEV_MODE=1.
+class MergedSync(EnginesSync):
+    """Whole weights, in one of two ways (`sync_from`).
+
+    From the disk they go through a folder. From the GPU they stay where they are and the engine copies them; a folder
+    is then written with each checkpoint only, for an engine that has to start again.
+    """
+
+    def __init__(self, config: TrainingConfig, folder: Path, should_stop: Callable[[], bool]) -> None:
+        super().__init__(config, folder, should_stop)
+        self._from_gpu = config.sync_from == "gpu"
+        self._interval = config.checkpoint_interval
+        self._shared: SharedWeights | None = None
+
+    def push(self, policy: Policy, version: int) -> None:
+        if not self._from_gpu:
+            written = save_folder(policy.save_merged, self._folder, version)
+            self._engines.each(partial(self._reload, weights=str(written.resolve()), version=str(version)))
+        else:
+            self._shared = self._shared or SharedWeights(policy, self._describe)
+            self._shared.copy(policy)
+            self._engines.each(partial(self._hand_over, places=self._shared.places, version=str(version)))
+            if version % self._interval:
+                return
+            save_folder(policy.save_merged, self._folder, version)
+        keep_newest(self._folder, FOLDERS)
+
+    _describe: Callable[[Views], Any]
+
+    def _reload(self, engine: Engine, weights: str, version: str) -> None:
+        raise NotImplementedError
+
+    def _hand_over(self, engine: Engine, places: Any, version: str) -> None:
+        raise NotImplementedError
+
+
+_PAUSE = {"drain": "wait", "abort": "abort", "keep": "keep"}
+"""vLLM's names of our `sync_mode`."""
+_PAUSES_SINCE, _MAPS_SINCE = (0, 16), (0, 22)
+"""Versions of vLLM: older ones cannot say what becomes of running requests, or lack the routes for GPU memory."""
+
+
+class VLLMSync(MergedSync):
+    """vLLM with VLLM_SERVER_DEV_MODE=1.
 
     Requests in flight are finished, aborted, or kept and recomputed under the new weights (`sync_mode`); its prefix
     cache is dropped with the old weights.
     """
+
+    _describe = staticmethod(for_vllm)
 
     def __init__(self, config: TrainingConfig, folder: Path, should_stop: Callable[[], bool]) -> None:
         super().__init__(config, folder, should_stop)
         self._pause = _PAUSE[config.sync_mode]
 
     def push(self, policy: Policy, version: int) -> None:
-        self._engines.each(_require_pausing)
-        written = save_folder(policy.save_merged, self._folder, version)
-        self._engines.each(partial(_reload, pause=self._pause, weights=str(written.resolve()), version=str(version)))
-        keep_newest(self._folder, FOLDERS)
+        self._engines.each(_require_mapping if self._from_gpu else _require_pausing)
+        super().push(policy, version)
+
+    def _reload(self, engine: Engine, weights: str, version: str) -> None:
+        with self._paused(engine, version):
+            engine.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})
+
+    def _hand_over(self, engine: Engine, places: JsonObject, version: str) -> None:
+        with self._paused(engine, version):
+            _map(engine, places)
+
+    @contextlib.contextmanager
+    def _paused(self, engine: Engine, version: str) -> Iterator[None]:
+        """Drop what was computed with the old weights, name the version; resume also when the update failed."""
+        engine.post(f"/pause?mode={self._pause}")
+        try:
+            yield
+            engine.post("/reset_prefix_cache?reset_running_requests=true")
+            engine.post("/update_weight_version", {"new_version": version}, optional=True)
+        finally:
+            engine.post("/resume")
 
 
-def _reload(engine: Engine, *, pause: str, weights: str, version: str) -> None:
-    """Pause, reload, drop what was computed with the old weights, name the version; resume also when that failed."""
-    engine.post(f"/pause?mode={pause}")
+_BEGIN, _END = "/start_weight_update", "/finish_weight_update"
+
+
+def _map(engine: Engine, places: JsonObject) -> None:
+    """Let vLLM copy the weights out of our GPU memory."""
+    engine.post("/init_weight_transfer_engine", {"init_info": {}})
+    if not engine.did(_BEGIN, {}):  # a killed trainer may have left an update open
+        engine.did(_END, {})
+        engine.post(_BEGIN, {})
     try:
-        engine.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}})
-        engine.post("/reset_prefix_cache?reset_running_requests=true")
-        engine.post("/update_weight_version", {"new_version": version}, optional=True)
-    finally:
-        engine.post("/resume")
+        engine.post("/update_weights", {"update_info": places})
+    except WeightSyncError:
+        # vLLM has put its weights aside for the update; an update without weights takes them back.
+        engine.did(_BEGIN, {})
+        engine.did(_END, {})
+        raise
+    engine.post(_END, {})
 
 
 class VLLMLoraSync(EnginesSync):
@@ -215,17 +277,25 @@ class VLLMLoraSync(EnginesSync):
 
 
 def _require_pausing(engine: Engine) -> None:
-    """WeightSyncError for a release of vLLM that cannot pause as asked; development builds pass."""
+    """WeightSyncError for a release of vLLM that cannot pause as asked."""
+    _require(engine, _PAUSES_SINCE, "cannot take weights while requests run", "weight_sync to 'restart'")
+
+
+def _require_mapping(engine: Engine) -> None:
+    """WeightSyncError for a release of vLLM that cannot take weights from GPU memory."""
+    _require(engine, _MAPS_SINCE, "cannot take weights from GPU memory", "sync_from to 'disk'")
+
+
+def _require(engine: Engine, since: tuple[int, int], lack: str, instead: str) -> None:
+    """Development builds pass."""
     version = str(engine.get("/version").get("version"))
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and "dev" not in version and (int(numbers[1]), int(numbers[2])) < _PAUSES_SINCE:
+    if numbers and "dev" not in version and (int(numbers[1]), int(numbers[2])) < since:
         raise WeightSyncError(
-            f"{engine.url} is vLLM {version}, which cannot take weights while requests run; install 0.16 or later, or "
-            "set weight_sync to 'restart'"
+            f"{engine.url} is vLLM {version}, which {lack}; install {since[0]}.{since[1]} or later, or set {instead}"
         )
 
 
-_FROM_DISK, _FROM_GPU = "/update_weights_from_disk", "/update_weights_from_tensor"
 _FLUSH = "/flush_cache?timeout=1"  # seconds that SGLang waits for a moment without requests
 _HEAD_START_S = 0.02  # for the update, before each try to flush
 
@@ -273,8 +343,8 @@ class EmbeddedSync(EnginesSync):
         keep_newest(self._folder, GGUF_FILES)
 
 
-class SGLangSync(EnginesSync):
-    """SGLang: a Hugging Face folder, then `/update_weights_from_disk`, in one of three ways (`sync_mode`).
+class SGLangSync(MergedSync):
+    """SGLang, in one of three ways (`sync_mode`).
 
     drain: SGLang finishes running requests first; with long responses that takes minutes.
     abort: running requests are aborted, the environment repeats them. Takes a second, as SGLang looks once a second
@@ -283,45 +353,29 @@ class SGLangSync(EnginesSync):
         use until they are evicted, and a reply that spans the update names only its last version. The first update of
         a process drains: what is cached under the names that it will use, by an earlier run or before a resume, goes.
 
-    From the disk (`sync_from`) the weights go through a folder; from the GPU they stay where they are and the engine,
-    which must see the trainer's GPU, copies them. A folder is then written with each checkpoint only, for an engine
-    that has to start again.
-
     The update itself never flushes the prefix cache: an update that cannot flush because the last batch is not yet
     put away ends the server (0.5.11: one of some dozen updates under load). `/flush_cache` only says no.
     """
+
+    _describe = staticmethod(for_sglang)
 
     def __init__(self, config: TrainingConfig, folder: Path, should_stop: Callable[[], bool]) -> None:
         super().__init__(config, folder, should_stop)
         self._later_updates = {"drain": _drain, "abort": _abort, "keep": _keep}[config.sync_mode]
         self._update = _drain if config.sync_mode == "keep" else self._later_updates
-        self._from_gpu = config.sync_from == "gpu"
-        self._interval = config.checkpoint_interval
-        self._shared: SharedWeights | None = None
 
     def push(self, policy: Policy, version: int) -> None:
-        self._push(policy, version)
+        super().push(policy, version)
         self._update = self._later_updates
 
-    def _push(self, policy: Policy, version: int) -> None:
-        body = {"weight_version": str(version), "flush_cache": False}
-        if not self._from_gpu:
-            target = save_folder(policy.save_merged, self._folder, version)
-            self._engines.each(
-                partial(self._update, path=_FROM_DISK, body=body | {"model_path": str(target.resolve())})
-            )
-            keep_newest(self._folder, FOLDERS)
-            return
-        self._shared = self._shared or SharedWeights(policy)
-        weights = self._shared.message(policy)
-        self._engines.each(partial(self._hand_over, weights=weights, body=body))
-        if version % self._interval == 0:
-            save_folder(policy.save_merged, self._folder, version)
-            keep_newest(self._folder, FOLDERS)
+    def _reload(self, engine: Engine, weights: str, version: str) -> None:
+        body = {"weight_version": version, "flush_cache": False, "model_path": weights}
+        self._update(engine, path="/update_weights_from_disk", body=body)
 
-    def _hand_over(self, engine: Engine, weights: str, body: JsonObject) -> None:
+    def _hand_over(self, engine: Engine, places: str, version: str) -> None:
         ranks = int(engine.get("/server_info")["tp_size"])
-        self._update(engine, path=_FROM_GPU, body=body | {"serialized_named_tensors": [weights] * ranks})
+        body = {"weight_version": version, "flush_cache": False, "serialized_named_tensors": [places] * ranks}
+        self._update(engine, path="/update_weights_from_tensor", body=body)
 
 
 def _drain(engine: Engine, path: str, body: JsonObject) -> None:

@@ -29,6 +29,7 @@ from atroposlib.example_trainer.run import main
 from atroposlib.example_trainer.run_plan import (
     TRAINER_GRACE_S,
     engine_command,
+    engine_services,
     environment_settings,
     make_plan,
     trainer_launcher,
@@ -123,6 +124,14 @@ def test_vllm_is_asked_for_logprobs_after_temperature_under_the_models_name():
     assert command[command.index("--model") + 1] == "/somewhere/current"
     assert command[command.index("--served-model-name") + 1] == "m"
     assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
+
+
+@pytest.mark.parametrize("source", ["disk", "gpu"])
+def test_vllm_takes_pickles_only_where_weights_come_from_gpu_memory(tiny_model, tmp_path, source):
+    config = make_run(model_name=str(tiny_model), engine="vllm", sync_from=source)
+    (engine,) = engine_services(config, 9001, tmp_path, tmp_path, None)
+    assert ('{"backend": "ipc"}' in engine.command) == (source == "gpu")
+    assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in engine.env) == (source == "gpu")
 
 
 RANKS = {1: "1", 4: "8", 16: "16", 48: "64"}

@@ -154,6 +154,11 @@ REFUSED = {
     "two corrections of one gap": ({"mismatch": "tis"}, "set old_logprobs to 'trainer'"),
     "restart without a command": ({"weight_sync": "restart"}, "engine_command is empty"),
     "an adapter swap without an adapter": ({"weight_sync": "vllm_lora"}, "use_lora is false"),
+    "GPU memory for a restart": (
+        {"weight_sync": "restart", "engine_command": ["x"], "sync_from": "gpu"},
+        "set sync_from to 'disk'",
+    ),
+    "GPU memory of an adapter": ({"weight_sync": "vllm", "use_lora": True, "sync_from": "gpu"}, "without an adapter"),
     "responses longer than sequences": ({"max_completion_length": 9999}, "raise the one or lower the other"),
     "a word that is no number": ({"lr": "fast"}, "lr is 'fast'"),
 }

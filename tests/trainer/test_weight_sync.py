@@ -1,5 +1,7 @@
+import base64
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -183,27 +185,37 @@ def test_sglang_continues_also_when_the_update_failed(sync_of, engine):
     assert engine.paths[-1] == "/continue_generation"
 
 
+@pytest.fixture
+def gpu_memory(monkeypatch):
+    """Stands in for a GPU's, see tests/live/test_weight_updates.py."""
+
+    class Shared:
+        copies = 0
+
+        def __init__(self, policy, describe):
+            self.places = "places" if describe is weight_sync.for_sglang else PLACES
+
+        def copy(self, policy):
+            Shared.copies += 1
+
+    monkeypatch.setattr(weight_sync, "SharedWeights", Shared)
+    return Shared
+
+
 def test_sglang_gets_places_in_gpu_memory_for_each_rank_and_a_folder_only_with_a_checkpoint(
-    sync_of, engine, tmp_path, monkeypatch
+    sync_of, engine, tmp_path, gpu_memory
 ):
-    class Shared:  # of a GPU, see tests/live/test_weight_updates.py
-        def __init__(self, policy):
-            self.messages = iter(["first", "second"])
-
-        def message(self, policy):
-            return next(self.messages)
-
-    monkeypatch.setattr("atroposlib.example_trainer.weight_sync.SharedWeights", Shared)
     sync = sync_of("sglang", [engine.url], sync_mode="keep", sync_from="gpu", checkpoint_interval=2)
     sync.push(FakePolicy(), 1)
-    assert list(tmp_path.glob("exports*/*")) == []
+    assert list(tmp_path.rglob("model.safetensors")) == []
     sync.push(FakePolicy(), 2)
     sent = [body for path, body in engine.seen if path == "/update_weights_from_tensor"]
     assert sent == [
-        {"weight_version": "1", "flush_cache": False, "serialized_named_tensors": ["first"] * 2},
-        {"weight_version": "2", "flush_cache": False, "serialized_named_tensors": ["second"] * 2},
+        {"weight_version": version, "flush_cache": False, "serialized_named_tensors": ["places"] * 2}
+        for version in ("1", "2")
     ]
-    assert [folder.name for folder in tmp_path.rglob("model.safetensors")] != []
+    assert gpu_memory.copies == 2
+    assert [folder.parent.name for folder in tmp_path.rglob("model.safetensors")] == ["weights_00000002"]
 
 
 def test_weights_of_a_cpu_are_not_handed_over_in_gpu_memory(sync_of, engine):
@@ -241,14 +253,67 @@ def test_an_engine_that_is_not_there_is_an_error(sync_of, engine):
         sync_of("sglang", ["http://127.0.0.1:9"]).push(FakePolicy(), 1)
 
 
+HANDLES = [{"gpu-0": b"from the GPU", "gpu-1": b"from the GPU"}]  # vLLM opens them with CUDA
+PLACES = {
+    "names": ["lm_head.weight"],
+    "dtype_names": ["bfloat16"],
+    "shapes": [[2, 2]],
+    "ipc_handles_pickled": base64.b64encode(pickle.dumps(HANDLES)).decode(),
+}
+
+
 class FakeVLLM(FakeEngine):
     """Serves what the folder it was started from holds; reloads as vLLM does, and forgets prefixes when asked."""
+
+    gpu = "gpu-1"
 
     def __init__(self, folder):
         super().__init__()
         self.folder, self.paused = folder, None
         self.serves = self.cached = self.read(folder)
         self.version = "default"
+        self.aside: bytes | None = None  # what an open update has put away
+        self.is_initialized = self.is_open = False
+        self.updates = {
+            "/init_weight_transfer_engine": self.initialize,
+            "/start_weight_update": self.start,
+            "/update_weights": self.update,
+            "/finish_weight_update": self.finish,
+        }
+
+    def initialize(self, body):
+        self.is_initialized = body == {"init_info": {}}
+        return (200, {}) if self.is_initialized else (400, {"error": {"message": "Invalid init_info"}})
+
+    def start(self, body):
+        assert body == {}  # 0.22 parses it
+        if self.is_open or not self.is_initialized or self.paused is None:
+            return 500, {"error": {"message": "start_weight_update called while a weight update is already active"}}
+        self.is_open = True
+        if self.serves is not None:
+            self.aside, self.serves = self.serves, None
+        return 200, {"message": "Weight update started"}
+
+    def update(self, body):
+        """As the workers of 0.26 to 0.33: what they cannot use ends the update, but leaves the layers empty."""
+        assert self.is_open is True, self.is_open
+        info = body["update_info"]
+        assert info.keys() == {"names", "dtype_names", "shapes", "ipc_handles_pickled"}
+        handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
+        assert len(info["names"]) == len(info["dtype_names"]) == len(info["shapes"]) == len(handles)
+        if self.gpu not in handles[0]:
+            self.is_open = False
+            return 500, {"error": {"message": f"IPC handle not found for GPU UUID {self.gpu}"}}
+        self.serves = handles[0][self.gpu]
+        return 200, {"message": "Weights updated"}
+
+    def finish(self, body):
+        if not self.is_open:
+            return 500, {"error": {"message": "finish_weight_update called without a matching start"}}
+        self.is_open = False
+        if self.serves is None:
+            self.serves = self.aside
+        return 200, {"message": "Weight update finished"}
 
     def read(self, folder):
         return (folder / "model.safetensors").read_bytes()
@@ -264,6 +329,8 @@ class FakeVLLM(FakeEngine):
             return 200, {"success": query == "reset_running_requests=true"}
         elif route == "/update_weight_version":
             self.version = body["new_version"]
+        elif route in self.updates:
+            return self.updates[route](body)
         elif route == "/collective_rpc":
             if self.paused is None or body["method"] != "reload_weights":
                 return 500, {"error": "not the moment"}
@@ -315,6 +382,48 @@ def test_a_vllm_that_does_not_reload_is_an_error_and_continues(sync_of, vllm):
     with pytest.raises(WeightSyncError, match="collective_rpc answered 400"):
         sync_of("vllm", [vllm.url]).push(FakePolicy(), 1)
     assert (vllm.version, vllm.paused) == ("default", None)
+
+
+def test_vllm_gets_places_in_gpu_memory_and_a_folder_only_with_a_checkpoint(sync_of, vllm, tmp_path, gpu_memory):
+    sync = sync_of("vllm", [vllm.url], sync_mode="keep", sync_from="gpu", checkpoint_interval=2)
+    sync.push(FakePolicy(), 1)
+    assert vllm.paths == [
+        "/pause?mode=keep",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache?reset_running_requests=true",
+        "/update_weight_version",
+        "/resume",
+    ]
+    assert (vllm.serves, vllm.cached, vllm.version, vllm.paused) == (b"from the GPU",) * 2 + ("1", None)
+    assert list((tmp_path / "engine").glob("weights_*")) == []
+    sync.push(FakePolicy(), 2)
+    assert (gpu_memory.copies, vllm.version) == (2, "2")
+    assert vllm.read(tmp_path / "engine" / "current") == b"weights"
+
+
+def test_a_vllm_that_could_not_map_the_memory_has_its_weights_back_and_continues(sync_of, vllm, gpu_memory):
+    vllm.gpu = "of another host"
+    with pytest.raises(WeightSyncError, match=r"update_weights answered 500.*not found for GPU UUID of another host"):
+        sync_of("vllm", [vllm.url], sync_from="gpu").push(FakePolicy(), 1)
+    assert (vllm.serves, vllm.version, vllm.paused, vllm.is_open) == (b"first", "default", None, False)
+
+
+def test_an_update_that_a_killed_trainer_left_open_at_vllm_is_ended(sync_of, vllm, gpu_memory):
+    vllm.is_open, vllm.aside, vllm.serves = "with some of its weights", vllm.serves, None
+    sync_of("vllm", [vllm.url], sync_from="gpu").push(FakePolicy(), 1)
+    assert (vllm.serves, vllm.is_open) == (b"from the GPU", False)
+
+
+def test_a_vllm_without_the_routes_for_gpu_memory_is_refused(sync_of, vllm, gpu_memory):
+    vllm.release = "0.20.2"
+    with pytest.raises(
+        WeightSyncError, match=r"is vLLM 0\.20\.2, which cannot take weights from GPU memory; install 0"
+    ):
+        sync_of("vllm", [vllm.url], sync_from="gpu").push(FakePolicy(), 1)
+    assert (vllm.paths, gpu_memory.copies) == ([], 0)
 
 
 def test_a_lora_adapter_is_swapped_in_place_from_a_path_of_its_own(sync_of, engine, tmp_path):
