@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -230,6 +231,8 @@ class RolloutFiles:
         self._waiting: deque[ItemLines] = deque()  # in the order in which they came
         self._writing: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._listed: list[Path] = []
+        self._list_at = 0.0
         self.on_wait: Callable[[str | None], None] = lambda waiting_for: None
         self.may_write: Callable[[str], bool] = lambda item_key: True  # asked by item key
 
@@ -273,11 +276,21 @@ class RolloutFiles:
 
     def read_group(self, entry: LedgerEntry) -> JsonObject:
         """One stored group, as it was written; DiskError: its file is gone."""
-        if (path := self.files.shards().get(entry.shard)) is None:
-            raise DiskError(
-                f"{self.files.rollouts(entry.shard)} was removed or moved while the run used it; put it back"
-            )
+        plain = self.files.rollouts(entry.shard)
+        path = next((each for each in (plain, _packed(plain)) if each.exists()), None)
+        if path is None:
+            raise DiskError(f"{plain} was removed or moved while the run used it; put it back")
         return orjson.loads(read_line(path, entry))
+
+    async def listed(self) -> list[Path]:
+        """Return the run's files, as they were a moment ago: after weeks there are so many that listing takes a second.
+
+        It has at most a fiftieth of the time, and never the event loop's.
+        """
+        if (began := time.monotonic()) >= self._list_at:
+            self._listed = list((await asyncio.to_thread(self.files.shards)).values())
+            self._list_at = time.monotonic() + 50 * (time.monotonic() - began)
+        return self._listed
 
     def missing(self) -> list[Path]:
         """Return the files that lines were written to and that are gone."""
@@ -432,9 +445,13 @@ async def _in_thread(call: Callable[[], object]) -> None:
         raise RuntimeError(describe_error(error))
 
 
+def _packed(path: Path) -> Path:
+    return path.with_name(f"{path.name}.zst")
+
+
 def compress(path: Path) -> Path:
     """Replace `path` by `<path>.zst`; the new file's path. Interrupted at any point, one of the two is complete."""
-    target = path.with_name(path.name + ".zst")
+    target = _packed(path)
     temporary = path.with_name(f".{path.name}.zst.new")
     with path.open("rb") as plain, temporary.open("wb") as packed:
         with zstd.ZstdFile(packed, "wb") as stream:

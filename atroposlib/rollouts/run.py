@@ -303,9 +303,11 @@ class Run:
         env, done = self._env, self.files.ledger.done if self.files else set[str]()
         if self.files:
             env.backlog.extend(self.files.ledger.backlog)
-        indexed, late = self.files is not None and env.has_get_item, self.failures.failed_before
+        is_recorded, late = self.files is not None, self.failures.failed_before
+        indexed = is_recorded and env.has_get_item
+        stream = StreamDraw(env.get_next_item, late, is_recorded)
         return ItemSource(
-            self.shared or (IndexedDraw(env.get_item, done, late) if indexed else StreamDraw(env.get_next_item, late)),
+            self.shared or (IndexedDraw(env.get_item, done, late) if indexed else stream),
             is_done=done.__contains__,
             task_of=self._task_of,
             is_set_aside=self.health.set_aside.__contains__,
@@ -348,6 +350,11 @@ class Run:
         """Return a sentence while the environment has had nothing to roll out for some seconds and nothing runs."""
         if self.pool.in_flight or self.source.idle_s < Fruitless.FIRST_WORD_S or self.source.drawn_out:
             return None
+        if self.shared:
+            return (
+                "an item: the other members have all that is left; what one of them has is taken over when it stops, "
+                f"or gives no sign of life for {self.shared.leases.timeout_s:g} s (env.lease_timeout)"
+            )
         return (
             f"an item: get_next_item has returned None for {self.source.idle_s:.0f} s and nothing runs; it is asked "
             "again ten times a second. If there are no more items, stop this environment"
@@ -365,7 +372,7 @@ class Run:
 
     async def _save(self) -> None:
         self._note_in_flight()
-        self.progress.rollouts = list(self.files.files.shards().values()) if self.files else []
+        self.progress.rollouts = await self.files.listed() if self.files else []
         self.progress.sample()
         self._display.update()
         await asyncio.to_thread(self.progress.write)

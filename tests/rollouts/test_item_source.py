@@ -54,6 +54,15 @@ async def test_items_by_index_are_named_by_it_and_done_ones_are_not_asked_for():
     assert [(work.key, work.item) for work in works] == [("0", "a"), ("2", "c")]
 
 
+async def test_items_that_nobody_records_are_not_remembered():
+    draw = stream(["x", "y", "x"])
+    draw.is_recorded = False
+    works = await take_all(source_of(draw))
+    assert [work.item for work in works] == ["x", "y", "x"]
+    assert len({work.key for work in works}) == 3
+    assert not draw._seen
+
+
 async def test_equal_items_of_a_stream_have_different_names_that_are_the_same_next_time():
     first = [work.key for work in await take_all(source_of(stream(["x", "y", "x"])))]
     again = [work.key for work in await take_all(source_of(stream(["x", "y", "x"])))]

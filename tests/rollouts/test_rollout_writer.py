@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -622,6 +624,28 @@ async def test_a_group_to_send_again_whose_shard_was_moved_is_named(tmp_path):
     moved.unlink()
     with pytest.raises(DiskError, match=f"{moved.name} was removed or moved"):
         writer.read_group(entry)
+    writer.close()
+
+
+async def test_a_folder_of_many_shards_is_seldom_listed_and_never_by_the_event_loop(tmp_path, monkeypatch):
+    await write(sharded(tmp_path), range(3), per_shard=1, sends=True)
+    listing, threads = RunFiles.shards, list[threading.Thread]()
+
+    def slow(files):
+        threads.append(threading.current_thread())
+        time.sleep(0.2)
+        return listing(files)
+
+    writer = open_run(sharded(tmp_path), sends=True)
+    compress(writer.files.rollouts(2))
+    monkeypatch.setattr(RunFiles, "shards", slow)
+    names = [path.name for path in await writer.listed()]
+    assert [name.partition("_main_")[2] for name in names] == ["0001.jsonl", "0002.jsonl.zst", "0003.jsonl"]
+    assert [path.name for path in await writer.listed()] == names
+    waiting = writer.ledger.unacknowledged.values()
+    assert [writer.read_group(entry)["item_key"] for entry in waiting] == ["0", "1", "2"]
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
     writer.close()
 
 

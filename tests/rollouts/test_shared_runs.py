@@ -14,6 +14,7 @@ from counting_env import CountingEnv, StreamingEnv, make_env
 
 from atroposlib.errors import ConfigError, LaunchError
 from atroposlib.rollouts import files, shared_run
+from atroposlib.rollouts.failures import Fruitless
 from atroposlib.rollouts.shared_run import Leases
 from tests.children import Child
 
@@ -106,6 +107,24 @@ async def test_what_a_stopped_member_left_is_taken_over_at_once(tmp_path):
     gone.close()
     (tmp_path / "gone").mkdir()
     await member(tmp_path, "a", lease_timeout=30).process_manager()
+    assert everything(tmp_path) == list(range(SEATS))
+
+
+async def test_a_member_says_that_it_waits_for_the_others_and_nobody_should_stop_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(Fruitless, "FIRST_WORD_S", 0.0)
+    other = leases(tmp_path, "other")
+    other.start()
+    assert other.take_new() == 0
+    (tmp_path / "other").mkdir()
+    env = member(tmp_path, "a", lease_timeout=30)
+    running = asyncio.create_task(env.process_manager())
+    said = ""
+    while not running.done() and "the other members have all that is left" not in said:
+        await asyncio.sleep(0.01)
+        said = (env.current_run and env.current_run.progress.waiting_for) or ""
+    other.close()
+    await running
+    assert "the other members have all that is left" in said
     assert everything(tmp_path) == list(range(SEATS))
 
 

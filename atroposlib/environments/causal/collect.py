@@ -280,7 +280,7 @@ class Collection:
         while True:
             self.progress.sample()
             await self.files.sync()
-            self.progress.rollouts = list(self.files.files.shards().values())
+            self.progress.rollouts = await self.files.listed()
             await asyncio.to_thread(self.progress.write)
             if time.monotonic() - said >= SAY_EVERY_S:
                 said = time.monotonic()
