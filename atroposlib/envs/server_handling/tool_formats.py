@@ -6,9 +6,8 @@ call that cannot be read stays text, and so do drafts inside thoughts and a call
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import starmap
 
 from atroposlib.envs.server_handling.tool_arguments import (
     Tools,
@@ -24,7 +23,6 @@ from atroposlib.envs.server_handling.tool_arguments import (
     typed_call,
 )
 from atroposlib.errors import ConfigError
-from atroposlib.type_definitions import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +35,20 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way to write calls.
+    """One way to write calls: each is a name in its `head`, its arguments, and `closing`.
 
     `parse` takes the text behind the thoughts, the tools that were offered, and whether the text is cut; None: the text
-    has no calls, or one that cannot be read. Within a `section` of calls, `opening` begins one of a name, or of any
-    where that is None, and `closing` ends it.
+    has no calls, or one that cannot be read.
     """
 
     parse: Callable[[str, Tools, bool], Found | None]
-    write: Callable[[Sequence[WrittenCall]], str]
-    opening: Callable[[str | None], str] | None = None
+    head: tuple[str, str] = ("", "")  # before and behind the name
     closing: str | None = None  # None: there is no grammar
-    section: tuple[str, str] = ("", "")
+    section: tuple[str, str] = ("", "")  # around all calls
+    between: str = "\n"  # two calls
+    parameter: str = ""  # one argument, where each is written by itself; "": all are one JSON object
+    is_object: bool = False  # name and arguments are one JSON object
+    write_one: Callable[[WrittenCall, int], str] | None = None  # a call and its place, where it is written otherwise
     style: str = "json"  # of the arguments, by XGrammar's name
     number: str = ""  # pattern of what stands between opening and arguments
     is_marked: bool = True  # nothing but a call begins as one does; otherwise only one that must be made has a grammar
@@ -59,9 +59,28 @@ class ToolFormat:
         False  # engines may stop at the closing; no grammar before XGrammar 0.2.9 can hold what they stop at
     )
 
+    def opening(self, name: str | None) -> str:
+        """Return how a call of a tool begins within a section; None: of any."""
+        return self.head[0] + ("" if name is None else name + self.head[1])
+
     def begun(self, name: str | None) -> str | None:
         """Return the beginning of a call of a tool (None: any) behind what is written; None where there is none."""
-        return self.section[0] + self.opening(name) if self.opening is not None and self.is_continued else None
+        return self.section[0] + self.opening(name) if self.is_continued else None
+
+    def write(self, calls: Sequence[WrittenCall]) -> str:
+        write_one = self.write_one or self._write_one
+        return self.section[0] + self.between.join(map(write_one, calls, range(len(calls)))) + self.section[1]
+
+    def _write_one(self, call: WrittenCall, _: int) -> str:
+        name = dumped(call.name)[1:-1] if self.is_object else call.name
+        if self.parameter:
+            arguments = "".join(
+                self.parameter.format(key=key, value=as_text(value), is_text=dumped(isinstance(value, str)))
+                for key, value in items_of(call)
+            )
+        else:
+            arguments = dumped(arguments_of(call))
+        return f"{self.opening(name)}{arguments}{self.closing}"
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -108,217 +127,149 @@ def _thoughts_end(text: str) -> int | None:
 
 # -- shapes --------------------------------------------------------------------------------------------------
 
+Read = Callable[[re.Match[str], Tools], WrittenCall | None]
+"""Reads the call that a pattern has found; None: it cannot be read."""
 
-def _blocks(
-    pattern: str, read: Callable[[re.Match[str], Tools], WrittenCall | None]
-) -> Callable[[str, Tools, bool], Found | None]:
-    """Return a parser for calls that a pattern finds; a group `end` that is empty marks one without its end."""
+
+def _found(calls: Iterable[WrittenCall | None], spans: list[tuple[int, int]]) -> Found | None:
+    """Return the calls, None where one of them could not be read."""
+    usable = [*calls]
+    return None if None in usable else Found([call for call in usable if call is not None], spans)
+
+
+def _blocks(pattern: str, read: Read) -> Callable[[str, Tools, bool], Found | None]:
+    """Return a parser for calls that a pattern finds; its group `end` is empty for one without its end."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def parse(text: str, tools: Tools, is_cut: bool) -> Found | None:
-        matches = [match for match in compiled.finditer(text) if match[0].strip()]
-        if not matches or (is_cut and compiled.groupindex.get("end") and not matches[-1]["end"]):
+        matches = list(compiled.finditer(text))
+        if not matches or (is_cut and not matches[-1]["end"]):
             return None
-        calls = [call for match in matches if (call := read(match, tools)) is not None]
-        return Found(calls, [match.span() for match in matches]) if len(calls) == len(matches) else None
+        return _found((read(match, tools) for match in matches), [match.span() for match in matches])
 
     return parse
 
 
-def _within(
-    outer: str, inner: str, read: Callable[[re.Match[str], Tools], WrittenCall | None]
-) -> Callable[[str, Tools, bool], Found | None]:
-    """Return a parser for sections that each hold some calls; a section is closed by its group `end`."""
-    sections, block = re.compile(outer, re.DOTALL), re.compile(inner, re.DOTALL)
+def _within(section: tuple[str, str], call: str, read: Read) -> Callable[[str, Tools, bool], Found | None]:
+    """Return a parser for sections, between two marks, that hold nothing but calls that a pattern finds."""
+    begin, end = (re.escape(mark.strip()) for mark in section)
+    sections, block = re.compile(rf"{begin}(?P<body>.*?)(?P<end>{end}|\Z)", re.DOTALL), re.compile(call, re.DOTALL)
 
     def parse(text: str, tools: Tools, is_cut: bool) -> Found | None:
-        calls: list[WrittenCall] = []
-        spans: list[tuple[int, int]] = []
-        for section in sections.finditer(text):
-            inside = [read(match, tools) for match in block.finditer(section["body"])]
-            rest = block.sub("", section["body"]).strip()
-            if rest or not inside or None in inside or (is_cut and not section["end"]):
+        matches = list(sections.finditer(text))
+        calls: list[WrittenCall | None] = []
+        for match in matches:
+            inside = [read(found, tools) for found in block.finditer(match["body"])]
+            if not inside or block.sub("", match["body"]).strip() or (is_cut and not match["end"]):
                 return None
-            calls += [call for call in inside if call is not None]
-            spans.append(section.span())
-        return Found(calls, spans) if calls else None
+            calls += inside
+        return _found(calls, [match.span() for match in matches])
 
     return parse
+
+
+def _json(match: re.Match[str], _: Tools) -> WrittenCall | None:
+    return json_text_call(match["name"], match["body"])
+
+
+def _one_by_one(parameter: str) -> Read:
+    """Return a reader of calls whose body is one parameter behind the other, as a pattern finds them.
+
+    Its group `told` says "true" of a value that is text and no JSON.
+    """
+    compiled = re.compile(parameter, re.DOTALL)
+
+    def read(match: re.Match[str], tools: Tools) -> WrittenCall | None:
+        if compiled.sub("", match["body"]).strip():
+            return None
+        found = [one.groupdict() for one in compiled.finditer(match["body"])]
+        values = {one["key"].strip(): one["value"] for one in found}
+        is_text = {one["key"].strip(): one.get("told") == "true" for one in found}
+        return typed_call(match["name"].strip(), values, tools, is_text=is_text)
+
+    return read
 
 
 # -- hermes, qwen --------------------------------------------------------------------------------------------
 
-
-def _write_hermes(calls: Sequence[WrittenCall]) -> str:
-    return "\n".join(
-        f"<tool_call>\n{dumped({'name': call.name, 'arguments': arguments_of(call)})}\n</tool_call>" for call in calls
-    )
-
-
-def _open_hermes(name: str | None) -> str:
-    return '<tool_call>\n{"name": "' + ("" if name is None else f'{name}", "arguments": ')
-
-
 _HERMES = ToolFormat(
     _blocks(r"<tool_call>(.*?)(?P<end></tool_call>|\Z)", lambda match, _: json_call(match[1], "arguments")),
-    _write_hermes,
-    _open_hermes,
+    ('<tool_call>\n{"name": "', '", "arguments": '),
     "}\n</tool_call>",
+    is_object=True,
 )
 
-
 # -- qwen3-coder, nemotron, minimax, glm, deepseek 3.2: arguments one by one ---------------------------------
-
-
-def _one_newline_less(text: str) -> str:
-    return text.removeprefix("\n").removesuffix("\n")
-
-
-def _read_qwen3_coder(match: re.Match[str], tools: Tools) -> WrittenCall | None:
-    body = match["body"]
-    values = {key.strip(): _one_newline_less(value) for key, value in _CODER_PARAMETER.findall(body)}
-    return None if _CODER_PARAMETER.sub("", body).strip() else typed_call(match["name"].strip(), values, tools)
-
-
-_CODER_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
-
-
-def _write_qwen3_coder(calls: Sequence[WrittenCall]) -> str:
-    return "\n".join(
-        f"<tool_call>\n<function={call.name}>\n"
-        + "".join(f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in items_of(call))
-        + "</function>\n</tool_call>"
-        for call in calls
-    )
-
 
 _QWEN3_CODER = ToolFormat(
     _blocks(
         r"<tool_call>\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>\s*(?P<end></tool_call>|\Z)",
-        _read_qwen3_coder,
+        _one_by_one(r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
     ),
-    _write_qwen3_coder,
-    lambda name: "<tool_call>\n<function=" + ("" if name is None else f"{name}>\n"),
+    ("<tool_call>\n<function=", ">\n"),
     "</function>\n</tool_call>",
+    parameter="<parameter={key}>\n{value}\n</parameter>\n",
     style="qwen_xml",
 )
 
 
-def _read_invoke(match: re.Match[str], tools: Tools) -> WrittenCall | None:
-    values, is_text = {}, {}
-    for key, told, value in _INVOKE_PARAMETER.findall(match["body"]):
-        values[key] = value
-        is_text[key] = told == "true"
-    rest = _INVOKE_PARAMETER.sub("", match["body"]).strip()
-    return None if rest else typed_call(match["name"], values, tools, is_text=is_text)
-
-
-_INVOKE_PARAMETER = re.compile(
-    r'<(?:｜DSML｜)?parameter name="([^"]+)"(?: string="(true|false)")?>(.*?)</(?:｜DSML｜)?parameter>', re.DOTALL
-)
-
-
-def _invokes(section: str, style: str, mark: str = "") -> ToolFormat:
+def _invokes(section: str, style: str, mark: str = "", told: str = "") -> ToolFormat:
     """`<invoke>` blocks in a section; DeepSeek puts a mark into each tag, and tells which values are text."""
-
-    def parameter(key: str, value: Json) -> str:
-        told = f' string="{"true" if isinstance(value, str) else "false"}"' if mark else ""
-        return f'<{mark}parameter name="{key}"{told}>{as_text(value)}</{mark}parameter>\n'
-
-    def write(calls: Sequence[WrittenCall]) -> str:
-        inside = (
-            f'<{mark}invoke name="{call.name}">\n{"".join(starmap(parameter, items_of(call)))}</{mark}invoke>\n'
-            for call in calls
-        )
-        return f"<{section}>\n{''.join(inside)}</{section}>"
-
-    parse = _within(
-        rf"<{section}>(?P<body>.*?)(?P<end></{section}>|\Z)",
-        rf'<{mark}invoke name="(?P<name>[^"]+)">(?P<body>.*?)</{mark}invoke>',
-        _read_invoke,
-    )
+    marks = (f"<{section}>\n", f"\n</{section}>")
+    parameter = r'<(?:｜DSML｜)?parameter name="(?P<key>[^"]+)"(?: string="(?P<told>true|false)")?>(?P<value>.*?)'
     return ToolFormat(
-        parse,
-        write,
-        lambda name: f'<{mark}invoke name="' + ("" if name is None else f'{name}">\n'),
+        _within(
+            marks,
+            rf'<{mark}invoke name="(?P<name>[^"]+)">(?P<body>.*?)</{mark}invoke>',
+            _one_by_one(parameter + "</(?:｜DSML｜)?parameter>"),
+        ),
+        (f'<{mark}invoke name="', '">\n'),
         f"</{mark}invoke>",
-        (f"<{section}>\n", f"\n</{section}>"),
-        style,
+        marks,
+        parameter=f'<{mark}parameter name="{{key}}"{told}>{{value}}</{mark}parameter>\n',
+        style=style,
     )
 
 
 _MINIMAX = _invokes("minimax:tool_call", "minimax_xml")
-_DEEPSEEK_32 = _invokes("｜DSML｜function_calls", "deepseek_xml", "｜DSML｜")
-
-
-def _read_glm(match: re.Match[str], tools: Tools) -> WrittenCall | None:
-    body = match["body"]
-    values = dict(_GLM_ARGUMENT.findall(body))
-    return None if _GLM_ARGUMENT.sub("", body).strip() else typed_call(match["name"].strip(), values, tools)
-
-
-_GLM_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_DEEPSEEK_32 = _invokes("｜DSML｜function_calls", "deepseek_xml", "｜DSML｜", ' string="{is_text}"')
 
 
 def _glm(newline: str) -> ToolFormat:
     """GLM 4.5 and 4.6 put a new line behind each part, 4.7 none."""
-
-    def write(calls: Sequence[WrittenCall]) -> str:
-        return newline.join(
-            f"<tool_call>{call.name}{newline}"
-            + "".join(
-                f"<arg_key>{key}</arg_key>{newline}<arg_value>{as_text(value)}</arg_value>{newline}"
-                for key, value in items_of(call)
-            )
-            + "</tool_call>"
-            for call in calls
-        )
-
     return ToolFormat(
-        _blocks(r"<tool_call>(?P<name>[^<\n]+)(?P<body>.*?)(?P<end></tool_call>|\Z)", _read_glm),
-        write,
-        lambda name: "<tool_call>" + ("" if name is None else f"{name}{newline}"),
+        _blocks(
+            r"<tool_call>(?P<name>[^<\n]+)(?P<body>.*?)(?P<end></tool_call>|\Z)",
+            _one_by_one(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+        ),
+        ("<tool_call>", newline),
         "</tool_call>",
+        between=newline,
+        parameter=f"<arg_key>{{key}}</arg_key>{newline}<arg_value>{{value}}</arg_value>{newline}",
         style="glm_xml",
     )
 
 
 # -- deepseek, kimi: special tokens around JSON --------------------------------------------------------------
 
-_DS_BEGIN, _DS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DS_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DS_CALL, _DS_CALL_END, _DS_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
-
-def _deepseek(before: str, head: str, foot: str, inner: str) -> ToolFormat:
-    def write(calls: Sequence[WrittenCall]) -> str:
-        inside = "\n".join(
-            f"{_DS_CALL}{before}{head.format(name=call.name)}{dumped(arguments_of(call))}{foot}{_DS_CALL_END}"
-            for call in calls
-        )
-        return f"{_DS_BEGIN}{inside}{_DS_END}"
-
-    parse = _within(
-        rf"{_DS_BEGIN}(?P<body>.*?)(?P<end>{_DS_END}|\Z)",
-        inner,
-        lambda match, _: json_text_call(match["name"], match["body"]),
-    )
-    return ToolFormat(
-        parse,
-        write,
-        lambda name: f"{_DS_CALL}{before}" + ("" if name is None else head.format(name=name)),
-        f"{foot}{_DS_CALL_END}",
-        (_DS_BEGIN, _DS_END),
-    )
-
-
-_DEEPSEEK_3 = _deepseek(
-    f"function{_DS_SEP}",
-    "{name}\n```json\n",
-    "\n```",
-    rf"{_DS_CALL}function{_DS_SEP}(?P<name>[^\n]+)\n```json\n(?P<body>.*?)\n```{_DS_CALL_END}",
+_DEEPSEEK_3 = ToolFormat(
+    _within(
+        _DS_SECTION,
+        rf"{_DS_CALL}function{_DS_SEP}(?P<name>[^\n]+)\n```json\n(?P<body>.*?)\n```{_DS_CALL_END}",
+        _json,
+    ),
+    (f"{_DS_CALL}function{_DS_SEP}", "\n```json\n"),
+    f"\n```{_DS_CALL_END}",
+    _DS_SECTION,
 )
-_DEEPSEEK_31 = _deepseek(
-    "", f"{{name}}{_DS_SEP}", "", rf"{_DS_CALL}(?P<name>[^<]+?){_DS_SEP}(?P<body>.*?){_DS_CALL_END}"
+_DEEPSEEK_31 = ToolFormat(
+    _within(_DS_SECTION, rf"{_DS_CALL}(?P<name>[^<]+?){_DS_SEP}(?P<body>.*?){_DS_CALL_END}", _json),
+    (_DS_CALL, _DS_SEP),
+    _DS_CALL_END,
+    _DS_SECTION,
 )
 
 
@@ -327,32 +278,29 @@ def _read_kimi(match: re.Match[str], _: Tools) -> WrittenCall | None:
     return json_text_call(name, match["body"], match["id"].strip())
 
 
-def _write_kimi(calls: Sequence[WrittenCall]) -> str:
-    inside = "".join(
-        f"<|tool_call_begin|>{call.id or f'functions.{call.name}:{index}'}<|tool_call_argument_begin|>"
-        f"{dumped(arguments_of(call))}<|tool_call_end|>"
-        for index, call in enumerate(calls)
-    )
-    return f"<|tool_calls_section_begin|>{inside}<|tool_calls_section_end|>"
+def _write_kimi(call: WrittenCall, place: int) -> str:
+    begun = f"<|tool_call_begin|>{call.id or f'functions.{call.name}:{place}'}<|tool_call_argument_begin|>"
+    return f"{begun}{dumped(arguments_of(call))}<|tool_call_end|>"
 
 
+_KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _KIMI = ToolFormat(
     _within(
-        r"<\|tool_calls_section_begin\|>(?P<body>.*?)(?P<end><\|tool_calls_section_end\|>|\Z)",
+        _KIMI_SECTION,
         r"<\|tool_call_begin\|>\s*(?P<id>\S+?)\s*<\|tool_call_argument_begin\|>(?P<body>.*?)<\|tool_call_end\|>",
         _read_kimi,
     ),
-    _write_kimi,
-    lambda name: "<|tool_call_begin|>functions." + ("" if name is None else f"{name}:"),
+    ("<|tool_call_begin|>functions.", ":"),
     "<|tool_call_end|>",
-    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    _KIMI_SECTION,
+    between="",
+    write_one=_write_kimi,
     number=r"[0-9]{1,4}<\|tool_call_argument_begin\|>",
 )
 
-
 # -- mistral, llama, gpt-oss ---------------------------------------------------------------------------------
 
-_MISTRAL_MARK = "[TOOL_CALLS]"
+_MISTRAL_MARK, _PYTHON_TAG = "[TOOL_CALLS]", "<|python_tag|>"
 
 
 def _parse_mistral(text: str, tools: Tools, is_cut: bool) -> Found | None:
@@ -372,27 +320,22 @@ def _parse_mistral(text: str, tools: Tools, is_cut: bool) -> Found | None:
                 calls.append(json_text_call(name, arguments, given or None))
     except (ValueError, TypeError, RecursionError):
         return None
-    usable = [call for call in calls if call is not None]
-    return Found(usable, [(begin, len(text))]) if len(usable) == len(calls) else None
+    return _found(calls, [(begin, len(text))])
 
 
-def _write_mistral(calls: Sequence[WrittenCall]) -> str:
-    written = [
-        {"name": call.name, "arguments": arguments_of(call), **({"id": call.id} if call.id else {})} for call in calls
-    ]
-    return f"{_MISTRAL_MARK} {dumped(written)}"
+def _write_mistral(call: WrittenCall, _: int) -> str:
+    return dumped({"name": call.name, "arguments": arguments_of(call), **({"id": call.id} if call.id else {})})
 
 
 _MISTRAL = ToolFormat(
     _parse_mistral,
-    _write_mistral,
-    lambda name: '{"name": "' + ("" if name is None else f'{name}", "arguments": '),
+    ('{"name": "', '", "arguments": '),
     "}",
     (f"{_MISTRAL_MARK} [", "]"),
+    between=", ",
+    write_one=_write_mistral,
     is_marked=False,
 )
-
-_PYTHON_TAG = "<|python_tag|>"
 
 
 def _parse_llama3(text: str, tools: Tools, is_cut: bool) -> Found | None:
@@ -406,21 +349,18 @@ def _parse_llama3(text: str, tools: Tools, is_cut: bool) -> Found | None:
         calls = [json_call(dumped(value), "parameters", "arguments") for value, _ in json_values(body)]
     except (ValueError, RecursionError):
         return None
-    usable = [call for call in calls if call is not None and (begin >= 0 or call.name in known)]
-    return Found(usable, [(max(begin, 0), len(text))]) if usable and len(usable) == len(calls) else None
-
-
-def _write_llama3(calls: Sequence[WrittenCall]) -> str:
-    written = (dumped({"name": call.name, "parameters": arguments_of(call)}) for call in calls)
-    return _PYTHON_TAG + "; ".join(written)
+    if begin < 0 and not all(call is not None and call.name in known for call in calls):
+        return None
+    return _found(calls, [(max(begin, 0), len(text))])
 
 
 _LLAMA3 = ToolFormat(
     _parse_llama3,
-    _write_llama3,
-    lambda name: '{"name": "' + ("" if name is None else f'{name}", "parameters": '),
+    ('{"name": "', '", "parameters": '),
     "}",
     (_PYTHON_TAG, ""),
+    between="; ",
+    is_object=True,
     is_marked=False,
 )
 
@@ -436,39 +376,25 @@ def _parse_pythonic(text: str, tools: Tools, is_cut: bool) -> Found | None:
         calls = [python_call(element) for element in tree.elts]
     except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
         return None
-    usable = [call for call in calls if call is not None]
-    return Found(usable, [(0, len(text))]) if usable and len(usable) == len(calls) else None
+    return _found(calls, [(0, len(text))])
 
 
-def _write_pythonic(calls: Sequence[WrittenCall]) -> str:
-    def one(call: WrittenCall) -> str:
-        return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in items_of(call))})"
-
-    return f"[{', '.join(map(one, calls))}]"
+def _write_pythonic(call: WrittenCall, _: int) -> str:
+    return f"{call.name}({', '.join(f'{key}={value!r}' for key, value in items_of(call))})"
 
 
-_HARMONY_CALL = re.compile(
+_PYTHONIC = ToolFormat(_parse_pythonic, section=("[", "]"), between=", ", write_one=_write_pythonic, is_continued=False)
+
+_HARMONY_CALL = (
     r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\.(?P<name>[\w.-]+)"
     r"(?:<\|channel\|>(?:commentary|analysis))? ?(?:<\|constrain\|>)?(?:json)?<\|message\|>(?P<body>.*?)"
     r"(?P<end><\|call\|>|\Z)"
 )
-
-
-def _write_harmony(calls: Sequence[WrittenCall]) -> str:
-    return "<|start|>assistant".join(
-        f"{_open_harmony(call.name)}{dumped(arguments_of(call))}<|call|>" for call in calls
-    )
-
-
-def _open_harmony(name: str | None) -> str:
-    return "<|channel|>commentary to=functions." + ("" if name is None else f"{name} <|constrain|>json<|message|>")
-
-
 _HARMONY = ToolFormat(
-    _blocks(_HARMONY_CALL.pattern, lambda match, _: json_text_call(match["name"], match["body"])),
-    _write_harmony,
-    _open_harmony,
+    _blocks(_HARMONY_CALL, _json),
+    ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
     "<|call|>",
+    between="<|start|>assistant",
     is_marked=False,
     thoughts=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     never_thought=("<|channel|>", "<|call|>"),
@@ -482,7 +408,7 @@ FORMATS: dict[str, ToolFormat] = {
     "qwen25": _HERMES,
     "qwen3_coder": _QWEN3_CODER,
     "llama3": _LLAMA3,
-    "pythonic": ToolFormat(_parse_pythonic, _write_pythonic),
+    "pythonic": _PYTHONIC,
     "mistral": _MISTRAL,
     "deepseekv3": _DEEPSEEK_3,
     "deepseekv31": _DEEPSEEK_31,

@@ -184,7 +184,7 @@ def grammar_of_calls(
         is_one: a call that may be made ends the reply, too.
     """
     may = wanted is None
-    if calls.opening is None or calls.closing is None or (may and not calls.is_marked):
+    if calls.closing is None or (may and not calls.is_marked):
         return None
     ends = is_one or not may
     head, foot = calls.section if ends else ("", "")
