@@ -13,6 +13,7 @@ from test_adapters import IN_FLIGHT, run
 
 from atroposlib.environments.agents.command_env import CommandConfig, CommandEnv
 from atroposlib.environments.agents.sums import question, sum_number
+from atroposlib.environments.check import check
 from atroposlib.envs.server_handling.server_config import ServersConfig
 from atroposlib.testing import roll_out
 from atroposlib.type_definitions import IGNORE_INDEX
@@ -140,20 +141,27 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(("package", "command"), COMMANDS.values(), ids=COMMANDS)
-def test_a_command_line_agent_finds_its_model_by_its_environment_and_is_one_row(package, command, tmp_path):
+def command_of(name, folder, *, tasks):
+    """Package, flags of the environment, and the turns of the model, for an agent of `COMMANDS`."""
+    package, command = COMMANDS[name]
     if package:
         pytest.importorskip(package)
-    (tmp_path / "agent.py").write_text(AGENT)
-    task = {"prompt": "Sum up.", "check": 'test "$(cat sum.txt)" = 42', "files": {"in.txt": "40 2"}}
-    (tmp_path / "tasks.jsonl").write_text(json.dumps(task) + "\n")
+    (folder / "agent.py").write_text(AGENT)
+    task = {"check": 'test "$(cat sum.txt)" = 42', "files": {"in.txt": "40 2"}}
+    lines = [json.dumps({"prompt": f"Sum up {number}.", **task}) for number in range(tasks)]
+    (folder / "tasks.jsonl").write_text("\n".join(lines))
     submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" if package else "true"
     turns = [call("bash", command=line) for line in ("cat in.txt", "echo 42 > sum.txt", submit)]
     turns += [] if package else ["Done."]
-    settings = {"command": json.dumps(command(tmp_path)), "tasks": str(tmp_path / "tasks.jsonl"), "group_size": "1"}
+    settings = {"command": json.dumps(command(folder)), "tasks": str(folder / "tasks.jsonl")}
     settings["check_in"] = "host"  # also where there is no bubblewrap
-    flags = [word for key, value in settings.items() for word in (f"--env.{key}", value)]
-    flags += ["--env.ensure_scores_are_not_same", "false"]
+    return [word for key, value in settings.items() for word in (f"--env.{key}", value)], turns
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_line_agent_finds_its_model_by_its_environment_and_is_one_row(name, tmp_path):
+    flags, turns = command_of(name, tmp_path, tasks=1)
+    flags += ["--env.group_size", "1", "--env.ensure_scores_are_not_same", "false"]
     (group,) = roll_out(
         CommandEnv, lambda prompt: turns[prompt.count("<|im_start|>assistant") - 1], tmp_path, settings=flags
     )
@@ -161,6 +169,27 @@ def test_a_command_line_agent_finds_its_model_by_its_environment_and_is_one_row(
     (masks,) = group["masks"]
     assert learned(tmp_path / "tokenizer", masks) == "".join(f"{text}<|im_end|>" for text in turns)
     assert "40 2" in json.dumps(group["messages"])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_line_agent_serves_and_continues_when_it_is_stopped_half_way(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("atroposlib.envs.cli.leave_soon", lambda code: None)  # the process is that of the tests
+    flags, turns = command_of(name, tmp_path, tasks=2)
+
+    def says(prompt):
+        return turns[prompt.count("<|im_start|>assistant") - 1]
+
+    monkeypatch.setattr("atroposlib.environments.check.knowing", lambda env_cls: (env_cls, says))
+    findings = list(check(CommandEnv, tmp_path, flags, modes=["serve"]))
+    assert [finding.note for finding in findings if finding.what == "serve"] == ["2 groups reached a trainer"]
+    flags += ["--env.group_size", "2", "--env.ensure_scores_are_not_same", "false"]
+    whole, cut = (
+        run(CommandEnv, tmp_path / "whole", flags, says),
+        run(CommandEnv, tmp_path / "cut", flags, says, stop_at=5),
+    )
+    assert (whole.codes, cut.codes) == ([0], [75, 0])
+    assert whole.groups == cut.groups
+    assert len(whole.asked) <= len(cut.asked) <= len(whole.asked) + IN_FLIGHT
 
 
 def test_the_environment_of_the_page_on_agents_runs_as_it_is_shown(tmp_path, monkeypatch):

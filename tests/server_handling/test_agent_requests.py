@@ -484,6 +484,12 @@ def nested(levels):
     return [] if levels == 1 else [nested(levels - 1)]
 
 
+UNMET = {
+    "chat/completions": {"logprobs": True, "functions": [{"name": "f"}], "audio": {"voice": "a"}},
+    "completions": {"logprobs": 1, "echo": True, "suffix": "b"},
+    "responses": {"conversation": "c", "top_logprobs": 2, "prompt": {"id": "p"}},
+    "messages": {"mcp_servers": [{"url": "u"}]},
+}
 NAMELESS = {"tools": [{"type": "function"}]}
 FORCED = {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [function("f")]}
 CALL = {"id": "c", "type": "function", "function": {"arguments": "{}"}}
@@ -528,6 +534,11 @@ ODD = {
     },
     "stream options": ("chat/completions", {"stream": True, "stream_options": 7}, "stream_options must be an object"),
     "stream options of a text": ("completions", {"stream": True, "stream_options": 7}, "stream_options must be an"),
+    **{
+        f"{name}, {path}": (path, {name: value}, f"{name} cannot be met here")
+        for path, fields in UNMET.items()
+        for name, value in fields.items()
+    },
     "a stop that is a number": ("completions", {"stop": 3}, "stop is 3"),
     "too many choices": ("chat/completions", {"n": 129}, "128 choices at most"),
     "thoughts that are no text": (

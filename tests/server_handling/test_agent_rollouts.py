@@ -655,6 +655,20 @@ async def test_a_stop_string_ends_the_text_but_its_tokens_stay():
     assert len(entry["calls"][0]["output"]) == len("Thought.\nObservation: x") + 1
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("Thought.\nObservation: x", ["stop_sequence", "Observation:"]), ("Thought.", ["end_turn", None])],
+    ids=["stopped", "ended"],
+)
+async def test_anthropics_agents_are_told_which_stop_sequence_ended_a_reply(text, told):
+    async with client_of(text) as client:
+        made = await new_rollout(client)
+        stops = ["x", "Observation:"]
+        reply = (await ask(client, made, "messages", messages=HELLO, max_tokens=99, stop_sequences=stops)).json()
+    assert [reply["stop_reason"], reply["stop_sequence"]] == told
+    assert reply["content"][0]["text"].strip() == "Thought."
+
+
 async def test_rollouts_at_the_same_time_never_see_each_others_conversations():
     def answer(prompt):
         return prompt.rpartition("user\n")[2].partition("<|im_end|>")[0]

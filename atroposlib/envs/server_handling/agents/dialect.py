@@ -30,6 +30,9 @@ _SESSION_OPTIONS = OPTIONS - words("prompt input_ids extra_body extra_headers ti
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "grammar", "choice")}
 _STRUCTURED = {inside: name for name, inside in GRAMMARS.items()}
 
+_UNMET = words("audio conversation echo function_call functions logprobs mcp_servers suffix top_logprobs")
+"""Fields of these APIs that change what the model sees or what a reply has, and are not there."""
+
 MOST_CHOICES = 128
 DEEPEST, MOST_WRITTEN = 200, 254
 """Levels in the body of a request, and those that orjson writes, some of which are a record's own. It reads 1,024."""
@@ -108,8 +111,12 @@ def sampling_of(
         form: of the reply, as the API has it: `{"type": "json_schema", "schema": ...}`.
 
     Raises:
-        RequestFault: a value is of the wrong kind, or there is more than one grammar.
+        RequestFault: a value is of the wrong kind, there is more than one grammar, or a field asks for what is not
+            there.
     """
+    unmet = [name for name in sorted(_UNMET) if body.get(name)] + ["prompt"] * isinstance(body.get("prompt"), dict)
+    if unmet and not rollout.is_session:
+        raise RequestFault(f"{', '.join(unmet)} cannot be met here, and the reply would be another one; leave it out")
     grammar = grammar_of(body, form or {})
     given = {names.get(key, key): value for key, value in body.items() if key not in ignored and value is not None}
     given = {key: value for key, value in given.items() if key not in _GRAMMAR_FIELDS}

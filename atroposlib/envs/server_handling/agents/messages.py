@@ -129,14 +129,15 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> JsonObject:
     for call in calls:
         given = _object(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
+    stop = _stop_of(exchange)
     return {
         "id": name,
         "type": "message",
         "role": "assistant",
         "model": rollout.model_name,
         "content": content,
-        "stop_reason": _STOPS.get(answer.finish_reason, "end_turn"),
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if stop else _STOPS.get(answer.finish_reason, "end_turn"),
+        "stop_sequence": stop,
         "usage": {
             "input_tokens": answer.prompt_tokens,
             "cache_creation_input_tokens": 0,
@@ -144,6 +145,17 @@ def _reply(exchange: Exchange, body: Body, rollout: Rollout) -> JsonObject:
             "output_tokens": answer.completion_tokens,
         },
     }
+
+
+def _stop_of(exchange: Exchange) -> str | None:
+    """Return the stop sequence that ended the text, of several the first in it; None where there is none."""
+    if exchange.answers[0].finish_reason != "stop" or not exchange.calls:
+        return None
+    text, stops = exchange.calls[0].text, exchange.used.get("stop") or ()
+    found = [
+        (text.find(stop), stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop and stop in text
+    ]
+    return min(found)[1] if found else None
 
 
 def _object(arguments: str) -> JsonObject:
