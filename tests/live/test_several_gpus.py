@@ -32,7 +32,8 @@ from benchmarks.bench_clients import Load, framework
 MODEL = os.environ.get("ATROPOS_SGLANG_MODEL", "")
 ARGS = json.loads(os.environ.get("ATROPOS_SGLANG_ARGS", "[]"))
 READY_S = 240
-GROUPS = 3000
+GROUPS, SLOTS = 3000, 32
+"""Slots of 16 sequences: one engine alone still has a CUDA graph (512 on a large GPU) for all of them."""
 PROMPT = [1, 4093, 198, 1780, 314, 216, 34, 27, 35, 47, 2, 198, 1, 520, 9531, 198]
 
 
@@ -197,7 +198,7 @@ def shares(copies: list[str], urls: list[str]) -> list[float]:
 def test_an_engine_that_is_killed_and_comes_back_costs_no_group(tmp_path):
     """`framework` refuses a run in which a group is missing. The other engine stays as full as before."""
     first, second = (f"http://127.0.0.1:{port}" for port in free_ports(2))
-    load = Load([first, second], MODEL, slots=64, new_tokens=128, groups=GROUPS)
+    load = Load([first, second], MODEL, slots=SLOTS, new_tokens=128, groups=GROUPS)
     with running(tmp_path, sglang(first, "0")), ThreadPoolExecutor(1) as pool:
         with running(tmp_path, sglang(second, "1")):
             run = pool.submit(framework, "process", load)
