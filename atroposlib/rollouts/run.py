@@ -19,7 +19,7 @@ from atroposlib.data.rollout_files import html_twin
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.json_lines import as_json
 from atroposlib.paths import expand_path, write_text_atomic
-from atroposlib.rollouts.concurrency import AutoConcurrency, queued, running
+from atroposlib.rollouts.concurrency import ConcurrencyLimit, queued, running
 from atroposlib.rollouts.failures import FailureLog, Fruitless, TaskHealth, describe_error
 from atroposlib.rollouts.files import Reports, RolloutFiles
 from atroposlib.rollouts.journal import ResponseJournal
@@ -113,7 +113,8 @@ class EngineWatch:
 
     _env: Environment
     _progress: Progress
-    _concurrency: AutoConcurrency | None
+    _concurrency: ConcurrencyLimit | None
+    _in_engine: Callable[[], int]  # groups
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # whoever ends the run cancels them
     _checking: asyncio.Task[None] | None = None
 
@@ -137,7 +138,7 @@ class EngineWatch:
         """Note now and then how busy the engines are. `apply_limit` gets every new limit of `max_num_workers: auto`."""
         self.tasks.append(asyncio.create_task(self._ask()))
         if self._concurrency:
-            self.tasks.append(asyncio.create_task(self._concurrency.follow(apply_limit)))
+            self.tasks.append(asyncio.create_task(self._concurrency.follow(self._in_engine, apply_limit)))
 
     async def _checked(self, first: asyncio.Task[bool]) -> None:
         is_checked = await first
@@ -217,12 +218,7 @@ class Run:
             settled=self._settled,
         )
         self.concurrency = (
-            AutoConcurrency(
-                env.trainer_link.first_worker_count(),
-                in_flight=lambda: self.pool.rolling,
-                times=self.pool.times,
-                is_parked=lambda: self.progress.state == "parked",
-            )
+            ConcurrencyLimit(env.trainer_link.first_worker_count(), self.pool.times)
             if config.max_num_workers == "auto"
             else None
         )
@@ -235,7 +231,7 @@ class Run:
             failures=self.failures,
             health=self.health,
         )
-        self.engines = EngineWatch(env, self.progress, self.concurrency)
+        self.engines = EngineWatch(env, self.progress, self.concurrency, self._in_engine)
         self.reports = Reports(env.write_html, compress=config.compress_rollouts and not (where and where.single))
         self._display = ProgressDisplay(self.progress)
         self._standstill = Standstill(time.monotonic())
@@ -345,6 +341,10 @@ class Run:
             if now - synced_at >= SYNC_EVERY_S:
                 synced_at = now
                 await self._save()
+
+    def _in_engine(self) -> int:
+        """Groups that the limit holds in the engine; 0 while that is away, or a disk, or the API: it tells nothing."""
+        return 0 if self.progress.state == "parked" else self.pool.rolling
 
     def _no_items(self) -> str | None:
         """Return a sentence while the environment has had nothing to roll out for some seconds and nothing runs."""

@@ -49,7 +49,7 @@ class Engine:
             says: it tells its load.
         """
         self.curve, self.places, self.n, self.says, self.noise = cache(curve), places, n, says, noise
-        self.times = GroupTimes()
+        self.times = GroupTimes(lambda: self.now)
         self.decision = ConcurrencyLimit(8, self.times)
         self.is_up = True
         self.now = self.done = 0.0  # s; work on each running group since the start
