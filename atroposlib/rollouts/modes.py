@@ -86,14 +86,15 @@ async def _roll_out(env: Environment, run: Run) -> None:
 
 async def _pace(env: Environment, run: Run) -> None:
     """Follow the trainer until it has all it wants; closely at first where no rollout may run, as the engine idles."""
-    busy_at = time.monotonic()
+    busy_at = now = time.monotonic()
     while True:
         await _status(env, run)
         await env.env_step_checks()
         if env.trainer_link.is_served():
             return
         await env.add_train_workers()
-        now = time.monotonic()
+        before, now = now, time.monotonic()
+        env.mainloop_timings.append(now - before)
         busy_at = now if run.pool.in_flight else busy_at
         await asyncio.sleep(STATUS_EVERY_S if run.pool.in_flight else poll_pause_s(now - busy_at, STATUS_EVERY_S))
 

@@ -72,6 +72,7 @@ class Environment(Protocol):
     workers: set[asyncio.Task[None]]
     running_items: dict[str, JsonObject]
     backlog: list[Item]
+    mainloop_timings: list[float]  # seconds; a metric of upstream's
 
     @property
     def trainer_link(self) -> TrainerLink: ...

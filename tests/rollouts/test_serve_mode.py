@@ -97,6 +97,13 @@ async def test_what_a_subclass_overrides_is_what_a_run_calls(tmp_path, monkeypat
     assert called == OVERRIDABLE
 
 
+async def test_the_seconds_of_the_loop_are_metrics_as_upstream_names_them():
+    env, _ = serving()
+    async with running(env):
+        await until(lambda: len(env.mainloop_timings) > 1)
+        assert set(env.perf_stats({})) >= {f"train_perf/mainloop_timings_{of}" for of in ("mean", "std", "max", "min")}
+
+
 async def test_the_trainer_learns_temperature_weight_versions_and_duration_from_the_group(tmp_path):
     class Generating(CountingEnv):
         async def collect_trajectories(self, item):
