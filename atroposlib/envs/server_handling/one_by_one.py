@@ -9,16 +9,16 @@ kill; with streams (SGLang) the tokens that were there are continued instead, an
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import msgspec
 import orjson
 
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.fan_out import all_or_none, raise_first
-from atroposlib.envs.server_handling.openai_wire import Parsed, join_choices, parse_chat, parse_completion, reply_facts
+from atroposlib.envs.server_handling.openai_wire import join_choices, parse_chat, parse_completion, reply_facts
 from atroposlib.envs.server_handling.sampling import GenerationRequest
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.errors import RolloutFault
@@ -27,7 +27,6 @@ from atroposlib.rollouts.journal import PLACE_BYTES, Draft, EarlierRollouts, Res
 from atroposlib.rollouts.source import Work, current_work
 from atroposlib.rollouts.trace import (
     EngineReply,
-    TokensAndLogprobs,
     current_trace,
     finish_reason_of,
     further_part,
@@ -35,21 +34,13 @@ from atroposlib.rollouts.trace import (
     oldest_first,
     row_with_own_responses,
 )
-from atroposlib.type_definitions import JsonObject
 
-if TYPE_CHECKING:
-    from openai.types.chat.chat_completion import ChatCompletion
-    from openai.types.completion import Completion
-
-_CHATS, _TEXTS, _TOKENS = "_chat_completion_wrapper", "_completion_wrapper", "tokens"
+_CHATS, _TOKENS = "_chat_completion_wrapper", "_tokens_and_logprobs_completion_wrapper"
 _LOGPROBS = "_get_logprobs_wrapper"
-"""Routes, as they are part of the names of journalled responses and of their seeds: never to be changed."""
+_ROUTES = {_TOKENS: "tokens"}
+"""Methods by their part in the names of journalled responses and of their seeds, where it is another: never changed."""
 
 _NAMES_NOTHING = frozenset({"n", "timeout", "extra_headers", "seed"})
-
-
-Result = TypeVar("Result")
-Choices = TypeVar("Choices", "ChatCompletion", "Completion")
 
 
 class Asker(Protocol):
@@ -57,15 +48,7 @@ class Asker(Protocol):
 
     config: APIServerConfig
 
-    async def _request(self, attempt: "Attempt[Result]", request: GenerationRequest) -> Result: ...
-    async def _chat_completion_wrapper(self, **kwargs: object) -> "ChatCompletion": ...
-    async def _completion_wrapper(self, **kwargs: object) -> "Completion": ...
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: object) -> TokensAndLogprobs: ...
-    async def _resumable_wrapper(self, draft: Draft, **kwargs: object) -> TokensAndLogprobs: ...
-    async def _get_logprobs_wrapper(self, **kwargs: object) -> JsonObject: ...
-
-
-Attempt = Callable[[Asker, GenerationRequest], Awaitable[Result]]
+    async def _request(self, method: str, request: GenerationRequest, *given: object) -> Any: ...
 
 
 class OneByOne:
@@ -105,59 +88,27 @@ class OneByOne:
             earlier=EarlierRollouts(expand_path(folder, what="env.reuse_rollouts")) if folder else None,
         )
 
-    def applies(self, request: GenerationRequest) -> bool:
+    def applies(self, method: str, request: GenerationRequest) -> bool:
         """Tell if a request belongs to something whose responses are kept."""
-        is_kept = self._evaluations or request.split == "train"
+        is_kept = method != _LOGPROBS if request.split == "train" else self._evaluations
         work = current_work.get()
         return is_kept and work is not None and not work.is_settled
 
-    async def chat(self, server: Asker, request: GenerationRequest) -> "ChatCompletion":
-        made = await self._openai(
-            server, _CHATS, lambda one, asked: one._chat_completion_wrapper(**asked.options), request, parse_chat
-        )
+    async def answer(self, server: Asker, method: str, request: GenerationRequest) -> Any:
+        """Return what a method of an `APIServer` would, of responses that are kept."""
+        drafts = await self._drafts(server, method, request)
+        if method == _LOGPROBS:
+            return msgspec.msgpack.decode(drafts[0].body or b"")
+        if method == _TOKENS:
+            return (
+                drafts[0].prompt_ids.tolist(),
+                [draft.ids.tolist() for draft in drafts],
+                [draft.logprobs.tolist() for draft in drafts],
+                [_reply_of(draft).finish_reasons[0] for draft in drafts],
+            )
+        parse = parse_chat if method == _CHATS else parse_completion
+        made: list[Any] = [parse(draft.body or b"").result for draft in drafts]
         return join_choices(made)
-
-    async def completion(self, server: Asker, request: GenerationRequest) -> "Completion":
-        made = await self._openai(
-            server, _TEXTS, lambda one, asked: one._completion_wrapper(**asked.options), request, parse_completion
-        )
-        return join_choices(made)
-
-    async def tokens(self, server: Asker, request: GenerationRequest) -> TokensAndLogprobs:
-
-        async def ask(draft: Draft, one: GenerationRequest) -> None:
-            with held_replies() as replies:
-                if self._streams:
-                    result = await server._request(lambda at, asked: at._resumable_wrapper(draft, **asked.options), one)
-                else:
-                    result = await server._request(
-                        lambda at, asked: at._tokens_and_logprobs_completion_wrapper(**asked.options), one
-                    )
-            prompt_ids, (ids,), (logprobs,), (reason,) = result
-            reply = replies[-1] if replies else EngineReply([finish_reason_of(reason)], len(prompt_ids), len(ids))
-            if draft.ids.tolist() != ids[: len(draft.ids)]:
-                draft.restart()
-            draft.grow(ids, logprobs, base=0, version=reply.weight_version, is_over=True)
-            draft.finish(reply, prompt_ids=prompt_ids)
-
-        drafts = await self._drafts(server, _TOKENS, request, ask)
-        return (
-            drafts[0].prompt_ids.tolist(),
-            [draft.ids.tolist() for draft in drafts],
-            [draft.logprobs.tolist() for draft in drafts],
-            [_reply_of(draft).finish_reasons[0] for draft in drafts],
-        )
-
-    async def prompt_logprobs(self, server: Asker, request: GenerationRequest) -> JsonObject:
-
-        async def ask(draft: Draft, one: GenerationRequest) -> None:
-            with held_replies() as replies:
-                view = await server._request(lambda at, asked: at._get_logprobs_wrapper(**asked.options), one)
-            reply = replies[-1] if replies else EngineReply([], len(view["prompt_tokens"]), 0)
-            draft.finish(reply, body=msgspec.msgpack.encode(view))  # unlike JSON it keeps -inf
-
-        (draft,) = await self._drafts(server, _LOGPROBS, request.of(n=1), ask)
-        return msgspec.msgpack.decode(draft.body or b"")
 
     def kept(self, name: str) -> bytes | None:
         """Return what lies under this name for the item that is rolled out here; None: nothing."""
@@ -174,48 +125,49 @@ class OneByOne:
         if work is not None and not work.is_settled:
             self._journal.open(work.key, _named(name)).finish(reply, body=body)
 
-    async def _openai(
-        self,
-        server: Asker,
-        route: str,
-        attempt: Attempt[Choices],
-        request: GenerationRequest,
-        parse: Callable[[bytes], Parsed[Choices]],
-    ) -> list[Choices]:
-        async def ask(draft: Draft, one: GenerationRequest) -> None:
-            with held_replies() as replies:
-                result = await server._request(attempt, one)
-            reply = replies[-1] if replies else reply_facts(result, one.options, server.config.base_url or "")
+    async def _ask(self, server: Asker, method: str, draft: Draft, one: GenerationRequest) -> None:
+        """Ask for one response, and put it into its draft; an author's own server may have told no reply."""
+        with held_replies() as replies:
+            if method == _TOKENS and self._streams:
+                result = await server._request("_resumable_wrapper", one, draft)
+            else:
+                result = await server._request(method, one)
+        reply = replies[-1] if replies else None
+        if method == _TOKENS:
+            prompt_ids, (ids,), (logprobs,), (reason,) = result
+            reply = reply or EngineReply([finish_reason_of(reason)], len(prompt_ids), len(ids))
+            if draft.ids.tolist() != ids[: len(draft.ids)]:
+                draft.restart()
+            draft.grow(ids, logprobs, base=0, version=reply.weight_version, is_over=True)
+            draft.finish(reply, prompt_ids=prompt_ids)
+        elif method == _LOGPROBS:
+            body = msgspec.msgpack.encode(result)  # unlike JSON it keeps -inf
+            draft.finish(reply or EngineReply([], len(result["prompt_tokens"]), 0), body=body)
+        else:
+            reply = reply or reply_facts(result, one.options, server.config.base_url or "")
             draft.finish(reply, body=orjson.dumps(result.model_dump(mode="json", warnings=False)))
 
-        return [parse(draft.body or b"").result for draft in await self._drafts(server, route, request, ask)]
-
-    async def _drafts(
-        self,
-        server: Asker,
-        route: str,
-        request: GenerationRequest,
-        ask: Callable[[Draft, GenerationRequest], Awaitable[None]],
-    ) -> list[Draft]:
+    async def _drafts(self, server: Asker, method: str, request: GenerationRequest) -> list[Draft]:
         """Return the finished responses to one request, in order; those that are known already are not asked for."""
         work = current_work.get()
         assert work is not None
-        digest, row = digest_of(route, server.config.model_name, request.options), row_with_own_responses()
+        route, row = _ROUTES.get(method, method), row_with_own_responses()
+        digest = digest_of(route, server.config.model_name, request.options)
         if row is not None:
             digest = hashlib.blake2b(digest + row.to_bytes(PLACE_BYTES, "big"), digest_size=16).digest()
-        places = _places(work, digest, request.n)
+        places = _places(work, digest, 1 if method == _LOGPROBS else request.n)
         seed: int | None = request.options.get("seed", self._seed)
 
         async def finished(place: bytes) -> Draft | RolloutFault:
             draft = self._journal.open(work.key, place)
-            if draft.reply is None and not draft.ids and route == _TOKENS:
+            if draft.reply is None and not draft.ids and method == _TOKENS:
                 self._recall(draft, server.config.model_name, request)
             if draft.reply is None:
                 one = request.of(n=1)
                 if seed is not None:
                     one = one.of(seed=seed_of(seed, work.key, place))
                 try:
-                    await ask(draft, one)
+                    await self._ask(server, method, draft, one)
                 except RolloutFault as fault:  # the others continue: the next try finds them finished
                     return fault
             return draft

@@ -11,9 +11,9 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from atroposlib.backoff import backoff_s
 from atroposlib.envs.server_handling.faults import (
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from atroposlib.rollouts.journal import Draft
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 __all__ = [
     "VALID_REASONING_EFFORTS",
@@ -170,32 +169,18 @@ class APIServer(ABC):
 
     async def chat_completion(self, **kwargs: object) -> "ChatCompletion":
         """One chat request; `skip_reasoning=True` leaves out the reasoning options of this server."""
-        request = GenerationRequest(self._inject_reasoning_kwargs(kwargs))
-        if self.one_by_one is not None and self.one_by_one.applies(request):
-            return await self.one_by_one.chat(self, request)
-        return await self._request(lambda server, asked: server._chat_completion_wrapper(**asked.options), request)
+        return await self._answer("_chat_completion_wrapper", self._inject_reasoning_kwargs(kwargs))
 
     async def completion(self, **kwargs: object) -> "Completion":
-        request = GenerationRequest(kwargs)
-        if self.one_by_one is not None and self.one_by_one.applies(request):
-            return await self.one_by_one.completion(self, request)
-        return await self._request(lambda server, asked: server._completion_wrapper(**asked.options), request)
+        return await self._answer("_completion_wrapper", kwargs)
 
     async def tokens_and_logprobs_completion(self, **kwargs: object) -> TokensAndLogprobs:
         """Generate from `input_ids` (or `prompt`) and return ids and log-probabilities."""
-        request = GenerationRequest(kwargs)
-        if self.one_by_one is not None and self.one_by_one.applies(request):
-            return await self.one_by_one.tokens(self, request)
-        return await self._request(
-            lambda server, asked: server._tokens_and_logprobs_completion_wrapper(**asked.options), request
-        )
+        return await self._answer("_tokens_and_logprobs_completion_wrapper", kwargs)
 
     async def get_logprobs(self, **kwargs: object) -> JsonObject:
         """Log-probabilities of a given prompt: `prompt_tokens` [P], `prompt_topk_token_ids` and `_logprobs` [P][k]."""
-        request = GenerationRequest(kwargs)
-        if self.one_by_one is not None and request.split == "eval" and self.one_by_one.applies(request):
-            return await self.one_by_one.prompt_logprobs(self, request)
-        return await self._request(lambda server, asked: server._get_logprobs_wrapper(**asked.options), request)
+        return await self._answer("_get_logprobs_wrapper", kwargs)
 
     @abstractmethod
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
@@ -243,10 +228,14 @@ class APIServer(ABC):
 
     # -- one request ---------------------------------------------------------------------------------------------
 
-    async def _request(
-        self, attempt: "Callable[[APIServer, GenerationRequest], Awaitable[Result]]", request: GenerationRequest
-    ) -> Result:
-        """The first good result of an attempt at this server, or at a peer where this one is down."""
+    async def _answer(self, method: str, options: JsonObject) -> Any:
+        request = GenerationRequest(options)
+        if self.one_by_one is not None and self.one_by_one.applies(method, request):
+            return await self.one_by_one.answer(self, method, request)
+        return await self._request(method, request)
+
+    async def _request(self, method: str, request: GenerationRequest, *given: object) -> Any:
+        """The first good result of a method that attempts it, of this server, or of a peer where this one is down."""
         split = request.split
         started, tries, waits, bad_replies = time.monotonic(), 0, 0, 0
         give_up_at: float | None = None  # set by the first sign of an outage
@@ -255,7 +244,8 @@ class APIServer(ABC):
             asked_s: float | None = None
             try:
                 async with server.slots(split):
-                    result = await attempt(server, request.to_server(server.config.model_name))
+                    asked = request.to_server(server.config.model_name)
+                    result = await getattr(server, method)(*given, **asked.options)
             except BadReply:
                 bad_replies += 1
                 if bad_replies >= MAX_BAD_REPLIES:
