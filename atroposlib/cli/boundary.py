@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo, OptionInfo
 
+from atroposlib import calm_log
 from atroposlib.api.auth import is_server_url
 from atroposlib.errors import AtroposError, ConfigError, LaunchError
 from atroposlib.paths import remedy
@@ -102,8 +103,7 @@ def run(app: typer.Typer, name: str, *, log_level: int | None = logging.WARNING)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows \u00e9 in place of a trace
     if log_level is not None:
-        plain = "%(message)s" if log_level >= logging.WARNING else "%(asctime)s %(levelname)s %(name)s: %(message)s"
-        logging.basicConfig(format=plain, level=log_level, stream=sys.stderr)
+        calm_log.begin(log_level, "%(message)s" if log_level >= logging.WARNING else calm_log.LINE)
     try:
         app(prog_name=name)
     except AtroposError as error:

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal, Protocol, Self, TextIO, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from atroposlib import calm_log
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
@@ -466,8 +467,6 @@ class _StderrHandler(logging.StreamHandler):
 
 
 def _configure_logging() -> None:
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    calm_log.begin(logging.INFO, handler=_StderrHandler())
     for noisy in ("httpx", "httpcore", "openai", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

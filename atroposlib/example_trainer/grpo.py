@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from atroposlib import calm_log
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.example_trainer.config import RunConfig, TrainingConfig
 from atroposlib.example_trainer.recipe import build, parser_of, read_recipe, require_torch
@@ -32,7 +33,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    calm_log.begin(logging.INFO)
     for noisy in ("httpx", "gguf"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     _quiet_threads()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import aiohttp
 
+from atroposlib import calm_log
 from atroposlib.errors import AtroposError, LaunchError
 from atroposlib.example_trainer.config import RunConfig
 from atroposlib.example_trainer.recipe import build, parser_of, require_torch
@@ -45,7 +46,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command. Exit codes: the trainer's (0, 1, 75), 1 for any other failure, 2 for wrong usage."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    calm_log.begin(logging.INFO)
     try:
         parser = parser_of(RunConfig, "Train with engine, API, environment and trainer in one command.", _EXAMPLES)
         args = parser.parse_args(argv)

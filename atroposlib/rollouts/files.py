@@ -283,7 +283,7 @@ class RolloutFiles:
         return orjson.loads(read_line(path, entry))
 
     async def listed(self) -> list[Path]:
-        """Return the run's files, as they were a moment ago: after weeks there are so many that listing takes a second.
+        """Return the run's files as they were a moment ago: listing 100,000, after weeks, takes a second.
 
         It has at most a fiftieth of the time, and never the event loop's.
         """

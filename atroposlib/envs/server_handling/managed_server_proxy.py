@@ -29,6 +29,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from atroposlib import calm_log
 from atroposlib.api.auth import TOKEN_VARIABLE, is_loopback, read_token
 from atroposlib.api.edge import invalid_request
 from atroposlib.envs.server_handling.agents.dialect import CHAT, json_object
@@ -329,7 +330,7 @@ def main() -> None:
         help="Keep records in memory only, as for tests.",
     )
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    calm_log.begin(logging.INFO)
     try:
         app = _app_from(args, read_token(args.token_file, os.environ))
     except AtroposError as error:
