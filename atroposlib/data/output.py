@@ -291,7 +291,7 @@ def written_whole(
         PathError: the disk is full, the folder not writable, or the file that is appended to ends in half a line;
             nothing is left behind.
     """
-    with _part_file(path) as part:
+    with part_file(path) as part:
         if path.suffix == ".parquet":
             with closing(ParquetWriter(part)) as writer:
                 yield writer
@@ -336,7 +336,7 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace `path` by `data`, or leave it as it was."""
-    with _part_file(path) as part:
+    with part_file(path) as part:
         part.write_bytes(data)
 
 
@@ -396,7 +396,7 @@ class ParquetWriter:
 
 
 @contextmanager
-def _part_file(path: Path) -> Iterator[Path]:
+def part_file(path: Path) -> Iterator[Path]:
     """A path in the same folder that replaces `path` when the block ends well and is removed otherwise.
 
     No two writers share one, and it is locked while it is written, so that others can tell it from an abandoned one.

@@ -6,9 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import TypedDict
 
 import msgspec
 import orjson
@@ -29,7 +30,7 @@ from atroposlib.data.rollout_files import expand_input, read_lines, read_rollout
 from atroposlib.data.set_aside import SetAside
 from atroposlib.data.table import Table
 from atroposlib.errors import DataError, PathError
-from atroposlib.json_lines import object_in, one_line, read_object
+from atroposlib.json_lines import object_in, one_line
 from atroposlib.paths import shown
 from atroposlib.type_definitions import Array, JsonObject
 
@@ -40,6 +41,14 @@ _OF_PAIRS = ("rejected", "neg", "rejected_input_ids")  # names in every record o
 
 class NothingKept(DataError):
     """The policy, the rule for pairs or odd rows left nothing to write; the rollouts are still there."""
+
+
+class Input(TypedDict):
+    """A rollout file as it was when it was exported."""
+
+    path: str
+    bytes: int
+    modified: float
 
 
 @dataclass(frozen=True)
@@ -55,12 +64,13 @@ class ExportReport:
     rerendered: int  # responses whose ids were made again from messages
     steps: list[StepResult]
     policy: JsonObject
-    inputs: list[JsonObject]
+    inputs: list[Input]
     output_bytes: int  # of the whole file, what was there before included
     copies: int = 0  # records that equal an earlier one but for their scores
     tokenizer: str | None = None
     tasks: dict[str, int] = field(default_factory=dict)  # responses kept per task
-    contamination: list[Contamination] = field(default_factory=list)
+    contaminated: int = 0
+    contamination: list[Contamination] = field(default_factory=list)  # listed next to the output
     set_aside: list[JsonObject] = field(default_factory=list)  # by reason: lines and responses, the first by name
     earlier: list[JsonObject] = field(default_factory=list)  # records of the exports that this one was appended to
     version: str = __version__
@@ -106,13 +116,14 @@ def describe_export(
         output_bytes=size,
         tokenizer=tokenizer,
         tasks={table.tasks[code]: count for code, count in sorted(tasks.items())},
+        contaminated=len(selection.contamination),
         contamination=selection.contamination,
         set_aside=set_aside.as_json(),
         earlier=earlier,
     )
 
 
-def _inputs(table: Table) -> list[JsonObject]:
+def _inputs(table: Table) -> list[Input]:
     return [
         {"path": shown(path), "bytes": path.stat().st_size, "modified": path.stat().st_mtime} for path in table.files
     ]
@@ -133,15 +144,15 @@ def dataset_writer(
     with sole_writer(output, append=options.append, overwrite=options.overwrite):
         if options.append:
             check_format(output, command, format)
-        earlier = _earlier_exports(output) if options.append else []
-        if any(each.get("inputs") == _inputs(table) for each in earlier):
+        earlier = _exports(output) if options.append else []
+        if any(each.inputs == _inputs(table) for each in earlier):
             logger.warning(
                 "%s holds records of these rollouts already, of an earlier export; now they are in it twice", output
             )
         with written_whole(
             output, append=options.append, before_rename=lambda size: write_meta(output, report(size))
         ) as writer:
-            yield writer, earlier
+            yield writer, [_facts(replace(each, earlier=[])) for each in earlier]
 
 
 def check_format(output: Path, command: str, format: str) -> None:
@@ -153,12 +164,12 @@ def check_format(output: Path, command: str, format: str) -> None:
     Raises:
         PathError: `output` was made as another format.
     """
-    exports = _earlier_exports(output)
+    exports = _exports(output)
     if not exports or (line := next(read_lines(output), None)) is None:
         return
     first = object_in(line.data) or {}
     there = "dpo" if any(name in first for name in _OF_PAIRS) else "sft"
-    found = next((each.get("format") for each in exports if each.get("format") != format), format)
+    found = next((each.format for each in exports if each.format != format), format)
     if (there, found) != (command, format):
         raise PathError(
             f"{output} holds records of atropos {there} --format {found}, found atropos {command} --format {format}; "
@@ -166,13 +177,27 @@ def check_format(output: Path, command: str, format: str) -> None:
         )
 
 
-def _earlier_exports(output: Path) -> list[JsonObject]:
-    """Return what is recorded of the exports that `output` is made of, the first one first."""
-    meta = read_object(_meta_path(output)) or {}
-    exports = [*meta.pop("earlier", []), meta] if output.exists() and meta else []
-    sizes = [each.get("output_bytes") for each in exports]  # one that was killed before its rename is not in the file
-    size = output.stat().st_size if exports else 0
+def _exports(output: Path) -> list[ExportReport]:
+    """Return the reports of the exports that `output` is made of, the first one first; [] where none is recorded.
+
+    Raises:
+        DataError: the record is damaged.
+    """
+    path = _meta_path(output)
+    if not (output.exists() and path.exists()):
+        return []
+    try:
+        newest = msgspec.json.decode(path.read_bytes(), type=ExportReport)
+        exports = [*msgspec.convert(newest.earlier, list[ExportReport]), newest]
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({error}); mend it, or make the dataset again") from error
+    sizes = [each.output_bytes for each in exports]  # one that was killed before its rename is not in the file
+    size = output.stat().st_size
     return exports[: sizes.index(size) + 1] if size in sizes else exports
+
+
+def _facts(report: ExportReport) -> JsonObject:
+    return {name: value for name, value in asdict(report).items() if name != "contamination"}
 
 
 def write_meta(output: Path, report: ExportReport) -> Path:
@@ -182,25 +207,23 @@ def write_meta(output: Path, report: ExportReport) -> Path:
     nothing, an earlier export's is removed.
     """
     path = _meta_path(output)
-    facts = asdict(report)
-    hits = facts.pop("contamination")
     found = output.with_name(output.name + ".contamination.jsonl")
-    if hits:
-        write_whole(found, b"".join(one_line(orjson.dumps(hit)) + b"\n" for hit in hits))
+    if report.contamination:
+        write_whole(found, b"".join(one_line(orjson.dumps(hit)) + b"\n" for hit in report.contamination))
     else:
         found.unlink(missing_ok=True)
-    write_whole(path, orjson.dumps({**facts, "contaminated": len(hits)}, option=orjson.OPT_INDENT_2))
+    write_whole(path, orjson.dumps(_facts(report), option=orjson.OPT_INDENT_2))
     return path
 
 
 def finished_report(output: Path, rollouts: Path) -> ExportReport | None:
     """Return what is recorded of the export of `rollouts` to `output`; None unless it was carried out to its end."""
     try:
-        report = msgspec.json.decode(_meta_path(output).read_bytes(), type=ExportReport)
+        *_, report = _exports(output)
         (source,) = report.inputs
         recorded = (report.output_bytes, source["path"], source["bytes"])
         is_finished = recorded == (output.stat().st_size, str(rollouts), rollouts.stat().st_size)
-    except (OSError, ValueError, KeyError, msgspec.DecodeError):
+    except (OSError, ValueError, DataError):
         return None
     return report if is_finished else None
 
@@ -268,21 +291,23 @@ def dataset_card(dataset: str | Path, *, name: str | None = None, license_id: st
     path = expand_input(str(dataset))
     if not path.is_file():
         raise PathError(f"{path} is no file; give the dataset that atropos sft or atropos dpo made")
-    meta = _read_meta(path)
-    exports = [*meta.get("earlier", []), meta]
-    total = {name: sum(each[name] for each in exports) for name in ("records", "kept", "responses", "groups")}
+    exports = _exports(path)
+    if not exports:
+        raise DataError(f"{_meta_path(path)} cannot be read: there is none; a card needs what the export recorded")
+    newest = exports[-1]
+    total = {name: sum(getattr(each, name) for each in exports) for name in ("records", "kept", "responses", "groups")}
     front = {
         "license": license_id,
         "task_categories": ["text-generation"],
         "size_categories": [next((label for limit, label in _SIZES if total["records"] < limit), "n>1M")],
-        "tags": ["atropos", "reinforcement-learning", "rejection-sampling", meta["format"]],
+        "tags": ["atropos", "reinforcement-learning", "rejection-sampling", newest.format],
         "configs": [{"config_name": "default", "data_files": path.name}],
     }
-    inputs = [*dict.fromkeys(Path(each["path"]) for export in exports for each in export["inputs"])]
+    inputs = [*dict.fromkeys(Path(each["path"]) for export in exports for each in export.inputs)]
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name or path.stem}\n",
-        f"{total['records']} records in format `{meta['format']}`, made from {total['kept']} of {total['responses']} "
-        f"scored responses in {total['groups']} groups by atroposlib {meta['version']}.\n",
+        f"{total['records']} records in format `{newest.format}`, made from {total['kept']} of {total['responses']} "
+        f"scored responses in {total['groups']} groups by atroposlib {newest.version}.\n",
         *chain.from_iterable(map(_selected, exports)),
         _table("Generated by", ("model", "sampling"), _engines(inputs)),
         _table("Files", ("file", "bytes", "sha256"), [_fingerprint(each) for each in (path, *inputs)]),
@@ -291,24 +316,14 @@ def dataset_card(dataset: str | Path, *, name: str | None = None, license_id: st
     return "\n".join(section for section in sections if section)
 
 
-def _selected(export: JsonObject) -> list[str]:
+def _selected(export: ExportReport) -> list[str]:
     """Sections on what one export chose."""
-    steps = [(step["step"], step["kept"], step["dropped"]) for step in export["steps"]]
+    steps = [(step.step, step.kept, step.dropped) for step in export.steps]
     return [
         _table("Selection", ("step", "kept", "dropped"), steps),
-        _table("Responses by task", ("task", "kept"), list(export["tasks"].items())),
-        "## Policy\n\n```yaml\n" + yaml.safe_dump(export["policy"], sort_keys=False) + "```\n",
+        _table("Responses by task", ("task", "kept"), list(export.tasks.items())),
+        "## Policy\n\n```yaml\n" + yaml.safe_dump(export.policy, sort_keys=False) + "```\n",
     ]
-
-
-def _read_meta(path: Path) -> JsonObject:
-    meta = path.with_name(path.name + ".meta.json")
-    try:
-        return orjson.loads(meta.read_bytes())
-    except OSError as error:
-        raise DataError(f"{meta} cannot be read ({error.strerror}); a card needs what the export recorded") from error
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{meta} is damaged ({error}); make the dataset again") from error
 
 
 def _engines(inputs: list[Path]) -> list[tuple[str, str]]:
@@ -320,7 +335,8 @@ def _engines(inputs: list[Path]) -> list[tuple[str, str]]:
         record = next(read_rollouts(path, odd=SetAside()), {})
         engine, sampling = record.get("engine"), record.get("sampling") or record.get("generation_params")
         if engine or sampling:
-            found[(str((engine or {}).get("model", "?")), orjson.dumps(sampling).decode())] = None
+            model = engine.get("model", "?") if isinstance(engine, dict) else "?"
+            found[str(model), orjson.dumps(sampling).decode()] = None
     return list(found)
 
 

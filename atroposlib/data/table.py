@@ -20,8 +20,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
-import orjson
 
 from atroposlib.data.lazy_group import BROKEN_TEXT, ODD, LazyGroup, hash64, parse_lazily
 from atroposlib.data.output import write_whole
@@ -393,45 +393,61 @@ def read_group(table: Table, row: int) -> tuple[Line, LazyGroup]:
     return chosen.line, chosen.group
 
 
+class _Head(msgspec.Struct):
+    """The first line of an index; the rows of both arrays follow."""
+
+    version: int
+    bytes: int  # of the file when it was indexed
+    modified: int
+    inode: int
+    ends: int
+    tasks: list[str]
+    weights: list[str]
+    groups: int
+    responses: int
+    set_aside: list[tuple[str, str, str]]  # where in the file, reason, text
+    odd: dict[str, int]
+
+
 def _load(path: Path) -> tuple[int, Table] | None:
     """Size of the file when it was indexed and its table; None when there is no index, or it is not of this file."""
     try:
         with index_path(path).open("rb") as stream:
-            head = orjson.loads(stream.readline())
-            if head["version"] != _VERSION or head["inode"] != path.stat().st_ino:
-                return None
-            rows = (OddRow(f"{shown(path)}{row[0]}", *row[1:]) for row in head["set_aside"])
-            set_aside = SetAside(rows, Counter(head["odd"]))
-            groups = np.fromfile(stream, GROUP, head["groups"])
-            responses = np.fromfile(stream, RESPONSE, head["responses"])
+            head = msgspec.json.decode(stream.readline(), type=_Head)
+            rows = stream.read()
         status = path.stat()
-        is_same = head["bytes"] == status.st_size and head["modified"] == status.st_mtime_ns
-        has_grown = head["bytes"] < status.st_size and not is_compressed(path) and head["ends"] == _ends(path, groups)
-        if not (is_same or has_grown):
+        at = head.groups * GROUP.itemsize
+        is_whole = head.version == _VERSION and len(rows) == at + head.responses * RESPONSE.itemsize
+        if not is_whole or head.inode != status.st_ino:
             return None
-    except (OSError, ValueError, KeyError, TypeError):
+        groups, responses = np.frombuffer(rows[:at], GROUP), np.frombuffer(rows[at:], RESPONSE)
+        is_same = head.bytes == status.st_size and head.modified == status.st_mtime_ns
+        has_grown = head.bytes < status.st_size and not is_compressed(path) and head.ends == _ends(path, groups)
+    except (OSError, ValueError):
         return None
-    if len(groups) != head["groups"] or len(responses) != head["responses"]:
+    if not (is_same or has_grown):
         return None
-    return head["bytes"], Table([path], head["tasks"], groups, responses, set_aside, head["weights"])
+    set_aside = SetAside((OddRow(shown(path) + at, *why) for at, *why in head.set_aside), Counter(head.odd))
+    return head.bytes, Table([path], head.tasks, groups, responses, set_aside, head.weights)
 
 
 def _save(path: Path, size: int, table: Table) -> None:
     status = path.stat()
-    head = {
-        "version": _VERSION,
-        "bytes": size,
-        "modified": status.st_mtime_ns,
-        "inode": status.st_ino,
-        "ends": _ends(path, table.groups),
-        "tasks": table.tasks,
-        "weights": table.weights,
-        "groups": len(table.groups),
-        "responses": len(table.responses),
-        "set_aside": [[row.where.removeprefix(shown(path)), row.reason, row.text] for row in table.set_aside.rows],
-        "odd": table.set_aside.counts,
-    }
-    write_whole(index_path(path), orjson.dumps(head) + b"\n" + table.groups.tobytes() + table.responses.tobytes())
+    head = _Head(
+        version=_VERSION,
+        bytes=size,
+        modified=status.st_mtime_ns,
+        inode=status.st_ino,
+        ends=_ends(path, table.groups),
+        tasks=table.tasks,
+        weights=table.weights,
+        groups=len(table.groups),
+        responses=len(table.responses),
+        set_aside=[(row.where.removeprefix(shown(path)), row.reason, row.text) for row in table.set_aside.rows],
+        odd=table.set_aside.counts,
+    )
+    rows = table.groups.tobytes() + table.responses.tobytes()
+    write_whole(index_path(path), msgspec.json.encode(head) + b"\n" + rows)
 
 
 def _ends(path: Path, groups: Array) -> int:

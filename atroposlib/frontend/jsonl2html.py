@@ -21,12 +21,12 @@ import markdown
 import msgspec
 
 from atroposlib.data.chats import REASONING_KEYS, part_text, shared_prompt
-from atroposlib.data.output import refuse_inputs
+from atroposlib.data.output import part_file, refuse_inputs
 from atroposlib.data.rollout_files import NO_GROUP, Line, expand_input, html_twin, row_error, sound_lines
 from atroposlib.data.set_aside import SetAside
 from atroposlib.errors import AtroposError, RowError
 from atroposlib.json_lines import parse_anyhow
-from atroposlib.paths import check_replaceable, expand_path
+from atroposlib.paths import expand_path
 from atroposlib.type_definitions import Json, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -63,20 +63,14 @@ def generate_html(input_path: str | os.PathLike[str], output_path: str | os.Path
         logger.error("%s does not exist", source)
         sys.exit(1)
     target = expand_path(output_path, what="output") if output_path else html_twin(source)
-    check_replaceable(target)
     refuse_inputs([target], [source], what="the page")
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as stream:
-            before, after = page_template().split("{groups_html}")
-            stream.write(before.replace("{title}", html.escape(f"Rendered Messages - {source.name}")))
-            shown = 0
-            for index, group in enumerate(_groups(source)):
-                shown += bool(stream.write(create_html_for_group(group, index)))
-            stream.write(after if shown else "<p>no groups with messages and scores</p>" + after)
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
+    with part_file(target) as part, part.open("w", encoding="utf-8") as stream:
+        before, after = page_template().split("{groups_html}")
+        stream.write(before.replace("{title}", html.escape(f"Rendered Messages - {source.name}")))
+        shown = 0
+        for index, group in enumerate(_groups(source)):
+            shown += bool(stream.write(create_html_for_group(group, index)))
+        stream.write(after if shown else "<p>no groups with messages and scores</p>" + after)
     return target
 
 

@@ -71,14 +71,17 @@ class FileRollouts(RolloutSource):
     def __init__(self) -> None:
         super().__init__()
         self._sizes: dict[Path, tuple[int, int]] = {}
+        self._order: list[Path] = []
         self.pending = ""
 
     def add(self, table: Table) -> None:
         """One more file is known, or one has grown."""
-        self._tables = {**self._tables, table.files[0]: table}
+        known = {**self._tables, table.files[0]: table}
+        self._tables = {path: known[path] for path in dict.fromkeys([*self._order, *known]) if path in known}
 
     def follow(self, files: list[Path]) -> None:
         """Index what is new in `files` since the last call; a damaged one is named and left out, one gone forgotten."""
+        self._order = files
         for gone in self._sizes.keys() - set(files):  # compressed under another name, say
             del self._sizes[gone]
             self._tables = {path: table for path, table in self._tables.items() if path != gone}

@@ -8,7 +8,7 @@ from rollout_factory import make_group, write_groups
 
 from atroposlib.data.report import dataset_card
 from atroposlib.data.rollout_files import read_rollouts
-from atroposlib.data.sft import best_fit, export_sft
+from atroposlib.data.sft import SftOptions, best_fit, export_sft
 from atroposlib.data.split_merge import merge_rollouts, split_rollouts
 from atroposlib.data.stats import describe, stats_page
 from atroposlib.data.table import index_path, open_table, read_group, scan_after, table_of
@@ -192,6 +192,45 @@ def test_an_index_is_made_once_extended_and_replaced_when_the_file_is(tmp_path):
     assert table_of(path).responses["score"].tolist() == [0.25]
     index_path(path).write_bytes(b"rubbish")
     assert len(table_of(path).groups) == 1
+
+
+WRONG = {"null": None, "text": "x", "number": -1, "lists": [[]], "object": {"a": None}}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_an_index_with_a_wrong_field_or_without_it_is_made_again(tmp_path, wrong):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b"\nno group\n")
+    fresh = table_of(path)
+    head, _, rows = index_path(path).read_bytes().partition(b"\n")
+    facts = json.loads(head)
+    for name in facts:
+        rest = {key: value for key, value in facts.items() if key != name}
+        for changed in (rest, {**facts, name: wrong}):
+            index_path(path).write_bytes(json.dumps(changed).encode() + b"\n" + rows)
+            table = table_of(path)
+            assert (table.tasks, table.weights) == (fresh.tasks, fresh.weights), changed
+            assert table.responses.tolist() == fresh.responses.tolist()
+            assert str(table.set_aside) == str(fresh.set_aside)
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_record_of_an_export_that_was_damaged_by_hand_is_named(tmp_path, wrong):
+    target, meta = tmp_path / "sft.jsonl", tmp_path / "sft.jsonl.meta.json"
+    for item in "01":
+        rollouts = write_groups(tmp_path / f"{item}.jsonl", [make_group([1.0], item=item)])
+        export_sft(rollouts, target, options=SftOptions(append=True))
+    facts = json.loads(meta.read_text())
+    kinds = {name: type(value) for name, value in facts.items()}
+    for name in kinds.keys() - {"tokenizer", "created_at"}:
+        if type(wrong) is kinds[name] and name not in ("earlier", "inputs", "steps"):
+            continue
+        meta.write_text(json.dumps({**facts, name: wrong}))
+        for use in (dataset_card, lambda path: export_sft(rollouts, path, options=SftOptions(append=True))):
+            with pytest.raises(DataError, match=r"meta\.json is damaged .*mend it, or make the dataset again"):
+                use(target)
+    meta.write_text(json.dumps({**facts, "of a newer version": wrong}))
+    assert "2 records" in dataset_card(target)
 
 
 def test_any_group_is_read_at_once_by_its_row(tmp_path):

@@ -55,6 +55,16 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path, abandoned):
     assert parts_in(tmp_path) == []
 
 
+def test_what_a_killed_writer_of_a_page_left_is_removed_by_the_next(tmp_path, rollouts):
+    killed = (
+        "import os, sys; from atroposlib.frontend import jsonl2html\n"
+        "jsonl2html.create_html_for_group = lambda *group: os._exit(9)\njsonl2html.generate_html(sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", killed, rollouts], timeout=60, check=False)
+    generate_html(rollouts)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "a.html"}
+
+
 def test_parts_of_other_hosts_and_of_disks_without_locks_are_left(tmp_path, abandoned, monkeypatch):
     elsewhere = abandoned.replace(os.uname().nodename, "another-node")
     (tmp_path / elsewhere).touch()

@@ -405,6 +405,7 @@ def test_the_record_of_an_export_that_was_killed_before_its_rename_is_no_part_of
         patch.setattr("atroposlib.data.report.write_meta", killed)
         with pytest.raises(KeyboardInterrupt):
             export_sft(second, tmp_path / "o.jsonl", options=SftOptions(append=True))
+    assert "1 records in format" in dataset_card(tmp_path / "o.jsonl")
     report = export_sft(second, tmp_path / "o.jsonl", options=SftOptions(append=True))
     assert [Path(each["inputs"][0]["path"]).name for each in report.earlier] == ["0.jsonl"]
 
