@@ -20,17 +20,11 @@ from atroposlib.api.group_codec import group_json
 from atroposlib.api.protocol import Connection, Progress
 from atroposlib.api.queue import Group
 from atroposlib.api.run import LiveRun, RunState
-from atroposlib.api.schemas import Refused
+from atroposlib.api.schemas import Received, Refused
 from atroposlib.api.state_folder import Change, GroupLost, NewGroup
 from atroposlib.api.store import Snapshot, Store
 
-
-@dataclass(frozen=True)
-class Receipt:
-    """The fate of one group. `buffered`: sequences in its environment's buffer, None when it went to the queue."""
-
-    buffered: int | None = None
-    duplicate: bool = False
+DUPLICATE = Received(duplicate=True)
 
 
 class GroupIntake:
@@ -47,7 +41,7 @@ class GroupIntake:
 
     async def add(
         self, groups: Sequence[EncodedGroup], *, run_id: str | None, connection: Connection | None
-    ) -> list[Receipt]:
+    ) -> list[Received]:
         """Store groups, all or none; they are durable when this returns.
 
         Refused when one of them can never be delivered, StorageFull when there is no room now.
@@ -68,7 +62,7 @@ class GroupIntake:
         }
         receipts = dict(zip(new, await self._keep(list(new.values()), connection), strict=True))
         self._retries.respond_again(repeats, connection)
-        return [receipts.get(i, Receipt(duplicate=True)) for i in range(len(groups))]
+        return [receipts.get(i, DUPLICATE) for i in range(len(groups))]
 
     async def latest(self) -> bytes | None:
         """Return the group that entered last, as JSON; None when there is none, or none that can be read any more."""
@@ -101,7 +95,7 @@ class GroupIntake:
         group = Group(number, encoded.env_id, encoded.sequences, len(encoded.content), encoded.digest)
         return NewGroup(group, encoded, buffered)
 
-    async def _keep(self, groups: Sequence[NewGroup], connection: Connection | None) -> list[Receipt]:
+    async def _keep(self, groups: Sequence[NewGroup], connection: Connection | None) -> list[Received]:
         """Write groups and put them where they wait, but for those whose id is known."""
         if not groups:
             return []
@@ -116,11 +110,11 @@ class GroupIntake:
                     del self._storing[digest]
             stored.set_result(None)
         self._refuse_after_reset(run)
-        receipts: list[Receipt] = []
+        receipts: list[Received] = []
         completed: list[int] = []
         for new, is_new in zip(groups, kept, strict=True):
             if not is_new:
-                receipts.append(Receipt(duplicate=True))
+                receipts.append(DUPLICATE)
                 continue
             self._latest = new.encoded
             self._live.metrics.group_stored(new.group)
@@ -129,10 +123,10 @@ class GroupIntake:
             if new.buffered:
                 completed += self._live.put_buffered(new.group)
                 buffer = self._live.queue.buffers.get(new.group.env_id or 0)
-                receipts.append(Receipt(buffered=buffer.sequences if buffer else 0))
+                receipts.append(Received(status="buffered", buffer_size=buffer.sequences if buffer else 0))
             else:
                 self._live.queue.pool.put(new.group)
-                receipts.append(Receipt())
+                receipts.append(Received())
         if completed:
             await self._store.change(Change(completed=completed))
         return receipts

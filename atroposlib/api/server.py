@@ -30,7 +30,6 @@ from atroposlib.api.edge import (
 )
 from atroposlib.api.group_checks import EncodedGroup, read_binary, read_group, read_list
 from atroposlib.api.group_codec import GROUP_KEYS
-from atroposlib.api.group_intake import Receipt
 from atroposlib.api.protocol import CONNECTION_KEY, Strangers
 from atroposlib.api.schemas import EnvIdentifier, Info, Refused, RegisterEnv, Registration, ScoredData, Status
 from atroposlib.api.service import TrajectoryService
@@ -139,7 +138,7 @@ async def status_env(request: Request) -> Response:
 async def scored_data(request: Request) -> Response:
     """Store one group. The answer comes when it is on disk; 503 when there is no room: try again later."""
     (receipt,) = await _store_groups(request, [await _in_turn(request, read_group)])
-    return json_response(_received(receipt))
+    return json_response(receipt.model_dump(exclude_none=True))
 
 
 @_routes.post(
@@ -150,7 +149,16 @@ async def scored_data(request: Request) -> Response:
 async def scored_data_list(request: Request) -> Response:
     """Store several groups, all or none."""
     groups = await _in_turn(request, read_binary if is_binary(request.headers) else read_list)
-    return json_response(_received_list(await _store_groups(request, groups)))
+    receipts = await _store_groups(request, groups)
+    buffered = [receipt.buffer_size for receipt in receipts if receipt.buffer_size is not None]
+    response = schemas.ReceivedList(
+        status="received",
+        groups_processed=len(receipts),
+        buffered=len(buffered) or None,
+        last_buffer_size=buffered[-1] if buffered else None,
+        duplicates=sum(bool(receipt.duplicate) for receipt in receipts) or None,
+    )
+    return json_response(response.model_dump(exclude_none=True))
 
 
 @_routes.post("/register")
@@ -312,7 +320,7 @@ async def _in_turn(request: Request, read: Callable[[bytes], T]) -> T:
         return result
 
 
-async def _store_groups(request: Request, groups: list[EncodedGroup]) -> list[Receipt]:
+async def _store_groups(request: Request, groups: list[EncodedGroup]) -> list[schemas.Received]:
     service: TrajectoryService = request.app.state.service
     return await service.groups.add(
         groups, run_id=request.headers.get(RUN_HEADER), connection=request.scope.get(CONNECTION_KEY)
@@ -330,22 +338,6 @@ def _asking_env(request: Request) -> int:
         place = "body" if body else "query"
         raise RequestValidationError([{**e, "loc": (place, *e["loc"])} for e in error.errors()]) from None
     raise Refused(422, 'env_id is missing; send {"env_id": 0} as JSON body or ?env_id=0')
-
-
-def _received(receipt: Receipt) -> dict[str, object]:
-    response: dict[str, object] = {"status": "received"}
-    if receipt.buffered is not None:
-        response = {"status": "buffered", "buffer_size": receipt.buffered}
-    return {**response, "duplicate": True} if receipt.duplicate else response
-
-
-def _received_list(receipts: list[Receipt]) -> dict[str, object]:
-    response: dict[str, object] = {"status": "received", "groups_processed": len(receipts)}
-    buffered = [receipt.buffered for receipt in receipts if receipt.buffered is not None]
-    if buffered:
-        response |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
-    duplicates = sum(receipt.duplicate for receipt in receipts)
-    return {**response, "duplicates": duplicates} if duplicates else response
 
 
 def __getattr__(name: str) -> FastAPI:

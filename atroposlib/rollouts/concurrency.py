@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -199,22 +198,24 @@ BLIND_S = 8.0  # without a single group that ended, the number grows
 BLIND_MOST = 32  # times the first number, where no engine says whether it has room
 
 
-class Load(Protocol):
-    """The load of one engine as `EngineLoad` has it; None where the engine says nothing."""
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """One endpoint's load; None where it does not say. Requests count choices, as the engine schedules them."""
+
+    base_url: str
+    running: int | None = None
+    queued: int | None = None
+    token_usage: float | None = None  # share of the KV cache in use, 0 to 1
+    retracted: int | None = None  # requests that lost their KV cache and wait to start again
+    slots: int | None = None  # requests that may run at once
+    tokens_s: float | None = None  # generated now
 
     @property
-    def running(self) -> int | None: ...
-    @property
-    def queued(self) -> int | None: ...
-    @property
-    def token_usage(self) -> float | None: ...
-    @property
-    def retracted(self) -> int | None: ...
-    @property
-    def slots(self) -> int | None: ...
+    def is_known(self) -> bool:
+        return self.running is not None
 
 
-def relieved(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
+def relieved(limit: int, in_flight: int, loads: Sequence[EngineLoad]) -> int:
     """Return the limit, or a lower one for engines under pressure, once an earlier cut has taken effect.
 
     Retractions or a full cache cost work already done: down by a fifth. A queue above `QUEUE_SHARE`: down to what
@@ -232,7 +233,7 @@ def relieved(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
     return limit
 
 
-def most_useful(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
+def most_useful(limit: int, in_flight: int, loads: Sequence[EngineLoad]) -> int:
     """Return the largest number that the engines have room for, by their queue, places and KV cache."""
     run, wait = running(loads), queued(loads)
     if loads and not has_room(loads):
@@ -247,17 +248,17 @@ def most_useful(limit: int, in_flight: int, loads: Sequence[Load]) -> int:
     return max(limit, int(most))
 
 
-def has_room(loads: Sequence[Load]) -> bool:
+def has_room(loads: Sequence[EngineLoad]) -> bool:
     """Return True when more requests would run, and not only wait."""
     return queued(loads) <= QUEUE_SHARE * running(loads) / 2
 
 
-def running(loads: Sequence[Load]) -> int:
+def running(loads: Sequence[EngineLoad]) -> int:
     """Requests that all engines together work on."""
     return sum(load.running or 0 for load in loads)
 
 
-def queued(loads: Sequence[Load]) -> int:
+def queued(loads: Sequence[EngineLoad]) -> int:
     return sum(load.queued or 0 for load in loads)
 
 
@@ -275,9 +276,9 @@ class ConcurrencyLimit:
         self._search = Search(start)
         self._meter = RateMeter(start, times, -math.inf)
         self._set_at = math.nan  # s; of the first look
-        self._samples: deque[Sequence[Load]] = deque(maxlen=SAMPLES)
+        self._samples: deque[Sequence[EngineLoad]] = deque(maxlen=SAMPLES)
 
-    def note_loads(self, loads: Sequence[Load]) -> None:
+    def note_loads(self, loads: Sequence[EngineLoad]) -> None:
         """Note what the engines say now; those that say nothing are left out."""
         if loads := [load for load in loads if load.running is not None]:
             self._samples.append(loads)

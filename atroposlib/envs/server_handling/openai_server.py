@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -37,6 +36,7 @@ from atroposlib.envs.server_handling.server_config import (
     without_login,
 )
 from atroposlib.errors import RequestFault
+from atroposlib.rollouts.concurrency import EngineLoad
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of, further_part
 from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, JsonObject, Tokenizer
 
@@ -372,23 +372,6 @@ _GAUGES = {
 }
 
 _READ = frozenset(name for names in _GAUGES.values() for name in names)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """One endpoint's load; None where it does not say. Requests count choices, as the engine schedules them."""
-
-    base_url: str
-    running: int | None = None
-    queued: int | None = None
-    token_usage: float | None = None  # share of the KV cache in use, 0 to 1
-    retracted: int | None = None  # requests that lost their KV cache and wait to start again
-    slots: int | None = None  # requests that may run at once
-    tokens_s: float | None = None  # generated now
-
-    @property
-    def is_known(self) -> bool:
-        return self.running is not None
 
 
 async def engine_load(transport: "Transport", root_url: str) -> EngineLoad:
