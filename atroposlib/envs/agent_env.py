@@ -294,12 +294,21 @@ class GatewayService:
             import uvicorn
             from starlette.applications import Starlette
 
-            from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway
+            from atroposlib.envs.server_handling.agents.gateway import (
+                BodyLimit,
+                Gateway,
+                close_connections,
+                timed_protocol,
+            )
 
             class Quiet(uvicorn.Server):
                 @contextlib.contextmanager
                 def capture_signals(self) -> Iterator[None]:  # they belong to the run
                     yield
+
+                async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                    close_connections(self)
+                    await super().shutdown(sockets)
 
             gateway = Gateway(self.rollouts)
             app = BodyLimit(Starlette(routes=[*gateway.model_routes(), *gateway.event_routes()]))
@@ -311,12 +320,14 @@ class GatewayService:
                     "podman's is there only while a container runs in that"
                 ) from error
             self.url = f"http://{self._host}:{listener.getsockname()[1]}"
-            config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", access_log=False)
+            config = uvicorn.Config(
+                app, http=timed_protocol(), log_level="warning", lifespan="off", ws="none", access_log=False
+            )
             self._server = Quiet(config)
             self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     async def stop(self) -> None:
-        """Refuse new connections and end."""
+        """Close all connections and end."""
         if self._task is not None and self._server is not None:
             self._server.should_exit = True
             await self._task

@@ -1,6 +1,7 @@
 """Requests of agents: images, grammars and fields that are not theirs to set, in every dialect."""
 
 import asyncio
+import contextlib
 import json
 
 import httpx
@@ -607,7 +608,8 @@ async def test_a_rollout_whose_every_request_would_fail_is_not_made(settings, se
     assert (reply.status_code, sentence in reply.text) == (400, True), reply.text
 
 
-async def test_a_client_that_goes_away_while_it_sends_is_no_error_of_the_gateway(caplog):
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/rollouts"])
+async def test_a_client_that_goes_away_while_it_sends_is_no_error_of_the_gateway(caplog, path):
     class Leaving(httpx.AsyncByteStream):
         async def __aiter__(self):
             yield b'{"messages": '
@@ -615,9 +617,27 @@ async def test_a_client_that_goes_away_while_it_sends_is_no_error_of_the_gateway
 
     async with client_of("a") as client:
         made = await new_rollout(client)
-        headers = {"Authorization": f"Bearer {made['key']}"}
-        reply = await client.post("/v1/chat/completions", content=Leaving(), headers=headers)
+        headers = ADMIN if path == "/rollouts" else {"Authorization": f"Bearer {made['key']}"}
+        reply = await client.post(path, content=Leaving(), headers=headers)
     assert (reply.status_code, [one.levelname for one in caplog.records if one.levelname == "ERROR"]) == (499, [])
+
+
+async def test_a_service_ends_although_a_client_has_sent_half_a_request(caplog):
+    server = FakeServer(["a"], tokenizer=Tokenizer())
+    rollouts = Rollouts(lambda settings: managed_for(server, server.tokenizer, settings))
+    service, rollout = GatewayService(rollouts, "127.0.0.1"), rollouts.create(RolloutSettings())
+    await service.start()
+    host, port = service.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/messages HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {rollout.key}\r\n"
+    writer.write(f"{head}Expect: 100-continue\r\nContent-Length: 99\r\n\r\n{{".encode())
+    assert b"100 Continue" in await reader.readline()  # its body is waited for
+    async with asyncio.timeout(60):
+        await service.stop()
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b"\r\n"
+    writer.close()
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("path", ["/rollouts", "/sessions/create"])

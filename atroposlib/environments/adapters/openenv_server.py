@@ -271,7 +271,12 @@ async def _served(
     try:
         server = OpenEnvServer(env, sessions=sessions, idle_s=idle_s)
         config = uvicorn.Config(
-            server.app, lifespan="off", log_level="warning", access_log=False, ws_max_size=MAX_MESSAGE_BYTES
+            server.app,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            ws_max_size=MAX_MESSAGE_BYTES,
+            timeout_graceful_shutdown=5,
         )
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
             shown = f"[{host}]" if ":" in host else host

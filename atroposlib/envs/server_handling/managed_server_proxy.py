@@ -10,9 +10,11 @@ session's nodes: token ids, masks and log-probabilities of everything the model 
 """
 
 import argparse
+import asyncio
 import gc
 import logging
 import os
+import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -33,7 +35,13 @@ from atroposlib import calm_log
 from atroposlib.api.auth import TOKEN_VARIABLE, is_loopback, read_token
 from atroposlib.api.edge import invalid_request
 from atroposlib.envs.server_handling.agents.dialect import CHAT, json_object
-from atroposlib.envs.server_handling.agents.gateway import BodyLimit, Gateway, failure
+from atroposlib.envs.server_handling.agents.gateway import (
+    BodyLimit,
+    Gateway,
+    close_connections,
+    failure,
+    timed_protocol,
+)
 from atroposlib.envs.server_handling.agents.record import CallLog
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
@@ -56,6 +64,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_PORT = 9100
 SESSION_TIMEOUT_S = 3600.0
 RECORDS_FOLDER = "gateway_records"
+GRACE_S = 30
+"""Requests that run, or have come in half, get so long when the process is asked to end."""
 
 
 class SessionCreateRequest(BaseModel):
@@ -352,7 +362,13 @@ def server_of(app: ASGIApp, **options: Any) -> "uvicorn.Server":
 
     gc.freeze()
     gc.set_threshold(*RARE_COLLECTIONS)
-    return uvicorn.Server(uvicorn.Config(app, access_log=False, **options))
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            asyncio.get_running_loop().call_later(GRACE_S, close_connections, self)
+            await super().shutdown(sockets)
+
+    return Server(uvicorn.Config(app, access_log=False, http=timed_protocol(), **options))
 
 
 def _app_from(args: argparse.Namespace, token: str | None) -> FastAPI:

@@ -6,8 +6,11 @@ keeps its status; then an agent that waits is kept awake with events (blanks in 
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import orjson
 from jinja2 import TemplateError
@@ -37,6 +40,9 @@ from atroposlib.envs.server_handling.proxy_client import UNKNOWN_SESSION, Unknow
 from atroposlib.envs.server_handling.tool_arguments import escaped
 from atroposlib.errors import AtroposError, ConfigError, KilledFault, RequestFault, RolloutFault
 from atroposlib.type_definitions import JsonObject
+
+if TYPE_CHECKING:
+    import uvicorn
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +241,7 @@ class Gateway:
                 return refusal
             try:
                 return await endpoint(request)
-            except (AtroposError, HTTPException, ValidationError, OSError) as error:
+            except (AtroposError, HTTPException, ValidationError, ClientDisconnect, OSError) as error:
                 return failure(CHAT, error)
 
         return checked
@@ -359,6 +365,19 @@ class BodyLimit:
             raise HTTPException(413, sentence, headers={"connection": "close"})
 
         await self._app(scope, counted, send)
+
+
+def timed_protocol() -> "type[asyncio.Protocol]":
+    """Return uvicorn's HTTP protocol with deadlines for what comes in: half a request does not hold its connection."""
+    from atroposlib.api.protocol import ConnectionProtocol, Strangers
+
+    return cast("type[asyncio.Protocol]", partial(ConnectionProtocol, Strangers(sys.maxsize)))  # which is only called
+
+
+def close_connections(server: "uvicorn.Server") -> None:
+    """Close all connections of a server that shall end: half a request would keep it."""
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
 
 
 class _AwakeResponse(StreamingResponse):
