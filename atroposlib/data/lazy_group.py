@@ -185,7 +185,7 @@ class LazyGroup(msgspec.Struct):
         if self.tokens and self.masks:
             untrained = _PROMPT_MASK.match(bytes(self.masks[0]))
             length = untrained[0].count(b"-100") if untrained else 0
-            ids = bytes(self.tokens[0])[1:].replace(b" ", b"").split(b",", length)[:length]
+            ids = bytes(self.tokens[0])[1:-1].replace(b" ", b"").split(b",", length)[:length]
             return hash64(b",".join(ids)) if ids else 0
         prompt = _prompt_messages(bytes(self.messages[0])) if self.messages else b""
         return hash64(prompt) if prompt else 0

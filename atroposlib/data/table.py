@@ -322,7 +322,7 @@ def _group_hash(group: LazyGroup, item: int, lengths: list[tuple[int, int] | Non
     return hash64(name.encode())
 
 
-_VERSION = 8  # a change to `GROUP`, `RESPONSE`, `ODD` or a hash needs a new one
+_VERSION = 9  # a change to `GROUP`, `RESPONSE`, `ODD` or a hash needs a new one
 _END_BYTES = 1 << 16
 
 

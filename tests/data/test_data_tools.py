@@ -4,7 +4,7 @@ import subprocess
 import numpy as np
 import pytest
 import yaml
-from rollout_factory import make_group, write_groups
+from rollout_factory import PROMPT_IDS, make_group, write_groups
 
 from atroposlib.data.report import dataset_card
 from atroposlib.data.rollout_files import read_rollouts
@@ -133,6 +133,14 @@ def test_a_split_that_gets_no_share_does_not_stay_from_an_earlier_time(tmp_path)
 
 def test_the_same_prompt_under_two_keys_is_one_problem(tmp_path):
     groups = [make_group([1.0], item=str(i)) for i in range(10)]  # all with the same prompt ids
+    counts = split_rollouts(write_groups(tmp_path / "a.jsonl", groups), tmp_path / "s")
+    assert sorted(counts.values()) == [0, 0, 10]
+
+
+def test_a_prompt_whose_first_answer_is_empty_is_the_same_problem(tmp_path):
+    groups = [make_group([0.0, 1.0], item=str(i)) for i in range(10)]
+    for group in groups[::2]:
+        group["tokens"][0], group["masks"][0] = PROMPT_IDS, [-100] * len(PROMPT_IDS)
     counts = split_rollouts(write_groups(tmp_path / "a.jsonl", groups), tmp_path / "s")
     assert sorted(counts.values()) == [0, 0, 10]
 
