@@ -74,7 +74,6 @@ class EnvHooks:
     curr_step = 0
     max_token_len = -1  # tokens of the longest sequence the trainer takes; -1: unknown
     items_sent_this_step = 0
-    items_rejected = 0
     env_id = 0
     wandb_project: str | None = None
     wandb_group: str | None = None
@@ -217,7 +216,7 @@ class EnvHooks:
             shown = await self.create_rollout_table({} if wandb_metrics is None else wandb_metrics)
             shown.update(completion_length_metrics(self.completion_lengths, self.max_token_len))
             shown["train/items_sent_to_api"] = self.items_sent_this_step
-            shown["train/items_rejected"] = self.items_rejected
+            shown["train/items_rejected"] = len(self.failed_task_duration)
             shown = self.perf_stats(shown)
             if self.wandb_prepend:
                 shown = {f"{self.wandb_prepend}_{key}": value for key, value in shown.items()}

@@ -206,7 +206,6 @@ class ItemRollout:
         await env.add_rollouts_for_wandb(group, item)
 
     def _note_rejected(self, reason: str, scores: Sequence[float]) -> None:
-        self._env.items_rejected += 1
         if run := self._env.current_run:
             run.progress.dropped.note(reason, list(map(float, scores)))
         logger.log(
@@ -221,13 +220,11 @@ class ItemRollout:
             return False
         if group.get("unscored") and batch_size > 0 and not can_sum({config.group_size}, batch_size, size):
             logger.warning("group not sent: sequences=%d never add up to batch_size=%d", size, batch_size)
-            env.items_rejected += 1
             return False
         longest = group_checks.longest_sequence(group)
         if env.max_token_len <= 0 or longest < env.max_token_len or not abort_when_too_long:
             return True
         logger.warning("group not sent: longest_sequence=%d trainer_max_token_len=%d", longest, env.max_token_len)
-        env.items_rejected += 1
         if env.current_run:
             dropped = env.current_run.progress.dropped
             dropped.withheld, dropped.longest = dropped.withheld + 1, max(dropped.longest, longest)

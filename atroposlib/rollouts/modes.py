@@ -60,6 +60,8 @@ async def _serve(env: Environment, run: Run) -> None:
     await _roll_out(env, run)
     if not env.trainer_link.is_served():
         await _resend(env, run)  # what an author's code or a deadline ended in the middle of its sending
+    if env.items_sent_this_step:
+        await _log(env)  # of what the trainer has yet to take
     await env.trainer_link.api.disconnect()
     await run.report()
 

@@ -73,6 +73,7 @@ class Environment(Protocol):
     running_items: dict[str, JsonObject]
     backlog: list[Item]
     mainloop_timings: list[float]  # seconds; a metric of upstream's
+    items_sent_this_step: int  # groups, since metrics were logged
 
     @property
     def trainer_link(self) -> TrainerLink: ...

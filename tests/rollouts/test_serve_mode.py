@@ -104,6 +104,19 @@ async def test_the_seconds_of_the_loop_are_metrics_as_upstream_names_them():
         assert set(env.perf_stats({})) >= {f"train_perf/mainloop_timings_{of}" for of in ("mean", "std", "max", "min")}
 
 
+async def test_what_was_sent_after_the_last_step_and_what_gave_nothing_is_logged_at_the_end(monkeypatch, tmp_path):
+    class Choosy(CountingEnv):
+        async def collect_trajectories(self, item):
+            return await super().collect_trajectories(item) if item["number"] >= 3 else (None, [])
+
+    wandb = Mock()
+    monkeypatch.setattr("atroposlib.envs.base.wandb", wandb, raising=False)
+    env, _ = serving(Choosy, use_wandb=True, total_groups=4, max_batches_offpolicy=0, rollouts_dir=str(tmp_path))
+    await env.env_manager()
+    [[logged]] = [call.args for call in wandb.log.call_args_list]
+    assert (logged["counting_0_train/items_sent_to_api"], logged["counting_0_train/items_rejected"]) == (4, 3)
+
+
 async def test_the_trainer_learns_temperature_weight_versions_and_duration_from_the_group(tmp_path):
     class Generating(CountingEnv):
         async def collect_trajectories(self, item):
