@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from atroposlib.envs.server_handling.conversation import (
     ChatRequest,
@@ -38,7 +38,6 @@ from atroposlib.envs.server_handling.openai_wire import Made, ManagedServerAdapt
 from atroposlib.envs.server_handling.sampling import TOKEN_LIMITS, drop_doubled_bos
 from atroposlib.envs.server_handling.sequence import (
     Call,
-    Codec,
     Lineage,
     Prompt,
     SequenceNode,
@@ -46,8 +45,8 @@ from atroposlib.envs.server_handling.sequence import (
     codec_of,
     find_text_base,
     inserted_in,
-    known_logprobs,
     node_of,
+    put,
     without_repeated,
 )
 from atroposlib.envs.server_handling.server_baseline import Server
@@ -57,8 +56,7 @@ from atroposlib.envs.server_handling.tool_call_translator import ToolCallTransla
 from atroposlib.envs.server_handling.tool_formats import find_calls
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, ModelError, RequestFault
-from atroposlib.rollouts.trace import finish_reason_of
-from atroposlib.type_definitions import PROMPT_LOGPROB, Json, JsonObject, Tokenizer
+from atroposlib.type_definitions import Json, JsonObject, Tokenizer
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -77,8 +75,6 @@ MOST_WHOLE = 2
 class Reply:
     """One choice: as the caller gets it, and the call of the lineage that it is."""
 
-    text: str  # as it was generated, without end tokens
-    ended: str  # why the engine stopped
     message: Message  # of the assistant, in OpenAI's form
     call: Call
     prompt_tokens: int
@@ -86,11 +82,12 @@ class Reply:
     @property
     def finish_reason(self) -> str:
         """Why the turn ended, in OpenAI's words."""
-        return "tool_calls" if self.message.get("tool_calls") else "stop" if self.ended == "unknown" else self.ended
+        ended = self.call.finish_reason
+        return "tool_calls" if self.message.get("tool_calls") else "stop" if ended == "unknown" else ended
 
     @property
     def made(self) -> Made:
-        return Made(self.text, self.finish_reason, self.prompt_tokens, len(self.call.output))
+        return Made(self.call.text, self.finish_reason, self.prompt_tokens, len(self.call.output))
 
     def fill(self, message: "ChatCompletionMessage") -> None:
         message.content = self.message["content"]
@@ -98,57 +95,6 @@ class Reply:
             message.tool_calls = copied(calls)  # dicts, as upstream gives them
         if thoughts := self.message.get("reasoning_content"):
             setattr(message, "reasoning_content", thoughts)  # noqa: B010 (not a field of OpenAI's type)
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One choice as the engine generated it."""
-
-    ids: list[int]
-    logprobs: list[float]
-    reason: str
-    body: list[int]  # `ids` without end tokens
-    text: str  # of `body`
-    tail: tuple[str, ...]  # text of the end tokens
-
-    @classmethod
-    def of(cls, codec: Codec, ids: list[int], logprobs: list[float], reason: object, *, keep_special: bool) -> Self:
-        """Read what an engine gave; `keep_special`: special tokens stay in the text."""
-        body, tail = codec.split_tail(ids)
-        text = codec.decode(body, skip_special_tokens=not keep_special)
-        ends = tuple(codec.decode([token], skip_special_tokens=False) for token in tail)
-        return cls(ids, known_logprobs(ids, logprobs), finish_reason_of(reason), body, text, ends)
-
-    def continued(self, given: list[int], opening: str, rest: "Output") -> "Output":
-        """Return the output with the ids `given`, whose text is `opening`, and what was generated behind them."""
-        return Output(
-            self.body + given + rest.ids,
-            self.logprobs[: len(self.body)] + [PROMPT_LOGPROB] * len(given) + rest.logprobs,
-            rest.reason,
-            self.body + given + rest.body,
-            self.text + opening + rest.text,
-            rest.tail,
-        )
-
-    def call(self, prompt: Prompt, base: Call | None, inserted: Sequence[int], record: Message) -> Call:
-        """Return the turn that this is: `inserted` ids behind those of `base`, then the output."""
-        return Call(
-            parent=base,
-            inserted=inserted,
-            output=self.ids,
-            logprobs=self.logprobs,
-            rest=prompt.text if base is None else prompt.rest,
-            text=self.text,
-            tail=self.tail,
-            finish_reason=self.reason,
-            turns=0 if base is None else prompt.turns,
-            chat=None if prompt.chat is None else prompt.chat.answered(record, self.text),
-        )
-
-    def called(self, translator: ToolCallTranslator, request: ChatRequest) -> list[str]:
-        text = self.text + "".join(self.tail[:-1])
-        parsed = find_calls(translator.parser_name, text, request.tools or (), is_cut=self.reason == "length")
-        return [call.name for call in parsed.calls] if parsed is not None else []
 
 
 _NO_TOKENIZER = "no tokenizer: pass one to managed_server(tokenizer=...) or set the server's tokenizer_name"
@@ -238,23 +184,23 @@ class ManagedServer(TrackedSequences):
         """
         prompt = self._prompt(request)
         with prompt.base or nullcontext():
-            prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, request.sampling, bool(request.tools))
+            prompt_ids, calls = await self._generate(prompt.text, prompt.ids, request.sampling, bool(request.tools))
             if request.tools and request.wanted_tool is not None:
-                outputs = [await self._forced(request, prompt, prompt_ids, output) for output in outputs]
+                calls = [await self._forced(request, prompt, prompt_ids, call) for call in calls]
         opening = opened_thought(self.tokenizer, prompt.chat, prompt.text) if prompt.chat is not None else ""
-        messages = [self._message(output, request, prompt.text, opening) for output in outputs]
-        return self._tracked(prompt, prompt_ids, outputs, messages, opening)
+        messages = [self._message(call, request, prompt.text, opening) for call in calls]
+        return self._tracked(prompt, prompt_ids, calls, messages)
 
-    def _message(self, output: Output, request: ChatRequest, prompt: str, opening: str) -> tuple[Message, Message]:
+    def _message(self, call: Call, request: ChatRequest, prompt: str, opening: str) -> tuple[Message, Message]:
         """Return the assistant's message as the caller gets it, and as it is recorded."""
-        text = before_stop(output.text, request.sampling.get("stop")) if self._for_agents else output.text
+        text = before_stop(call.text, request.sampling.get("stop")) if self._for_agents else call.text
         translator = self._translator
         if translator is None:
             message = record = {"role": "assistant", "content": text}
         else:
-            marks = "".join(output.tail[:-1])  # some models close their calls with special tokens
+            marks = "".join(call.tail[:-1])  # some models close their calls with special tokens
             message = translator.message_of(
-                text + marks, request.tool_choice, request.tools, is_cut=output.reason == "length", prompt=prompt
+                text + marks, request.tool_choice, request.tools, is_cut=call.finish_reason == "length", prompt=prompt
             )
             if not message.get("tool_calls"):
                 message = {"role": "assistant", "content": text}
@@ -263,8 +209,8 @@ class ManagedServer(TrackedSequences):
             message = _without_thoughts(message, opening)
         return message, _whole(record, opening)
 
-    async def _forced(self, request: ChatRequest, prompt: Prompt, prompt_ids: Sequence[int], output: Output) -> Output:
-        """The output itself where it calls what it must, else with the beginning of a call behind it, and its rest.
+    async def _forced(self, request: ChatRequest, prompt: Prompt, prompt_ids: Sequence[int], call: Call) -> Call:
+        """The turn itself where it calls what it must, else with the beginning of a call behind it, and its rest.
 
         The beginning is no output of the model and takes no loss.
 
@@ -273,9 +219,9 @@ class ManagedServer(TrackedSequences):
         """
         translator, name = self._translator, request.wanted_tool
         assert translator is not None
-        made = output.called(translator, request)
-        if output.reason == "length" or (made and (not name or name in made)):
-            return output
+        made = self._called(call, request)
+        if call.finish_reason == "length" or (made and (not name or name in made)):
+            return call
         what = f"call {name!r}" if name else "call a tool"
         opening = translator.format.begun(name or None)
         if made or opening is None:
@@ -284,12 +230,17 @@ class ManagedServer(TrackedSequences):
                 instead += f", and none can be begun for it as {self._tool_parser} writes them"
             raise RequestFault(f"tool_choice says that the model must {what}, but it {instead}; leave tool_choice out")
         given = codec_of(self.tokenizer).encode(opening, add_special_tokens=False)
-        ids, sampling = [*prompt_ids, *output.body, *given], _for_the_rest(request.sampling, len(output.body))
-        _, (rest,) = await self._generate(prompt.text + output.text + opening, ids, sampling, True)
-        whole = output.continued(given, opening, rest)
-        if rest.reason != "length" and not whole.called(translator, request):
+        ids, sampling = [*prompt_ids, *call.body, *given], _for_the_rest(request.sampling, len(call.body))
+        _, (rest,) = await self._generate(prompt.text + call.text + opening, ids, sampling, True)
+        whole = call.continued(given, opening, rest)
+        if rest.finish_reason != "length" and not self._called(whole, request):
             raise RequestFault(f"tool_choice says that the model must {what}, but it wrote {whole.text[-200:]!r}")
         return whole
+
+    def _called(self, call: Call, request: ChatRequest) -> list[str]:
+        text, is_cut = call.text + "".join(call.tail[:-1]), call.finish_reason == "length"
+        parsed = find_calls(self._tool_parser or "", text, request.tools or (), is_cut=is_cut)
+        return [each.name for each in parsed.calls] if parsed is not None else []
 
     async def completion(self, *, prompt: str, **kwargs: object) -> "Completion":
         """One text completion, tracked. `prompt` is sent as it is.
@@ -315,10 +266,10 @@ class ManagedServer(TrackedSequences):
         """Return the choices of one text completion, tracked; faults as of `completion`."""
         prompt = self._text_prompt(text)
         with prompt.base or nullcontext():
-            prompt_ids, outputs = await self._generate(prompt.text, prompt.ids, sampling, False)
-        texts = [before_stop(each.text, sampling.get("stop")) if self._for_agents else each.text for each in outputs]
+            prompt_ids, calls = await self._generate(prompt.text, prompt.ids, sampling, False)
+        texts = [before_stop(each.text, sampling.get("stop")) if self._for_agents else each.text for each in calls]
         messages: list[Message] = [{"role": "assistant", "content": text} for text in texts]
-        return self._tracked(prompt, prompt_ids, outputs, list(zip(messages, messages, strict=True)), "")
+        return self._tracked(prompt, prompt_ids, calls, list(zip(messages, messages, strict=True)))
 
     async def get_logprobs(self, *, messages: Messages | None = None, **kwargs: object) -> JsonObject:
         """Log-probabilities of a prompt, given as `prompt`, `messages` or `input_ids`; nothing is tracked.
@@ -387,7 +338,7 @@ class ManagedServer(TrackedSequences):
 
     async def _generate(
         self, text: str, ids: Sequence[int], sampling: Mapping[str, Json], keep_special: bool
-    ) -> tuple[Sequence[int], list[Output]]:
+    ) -> tuple[Sequence[int], list[Call]]:
         """Return the prompt's ids as the engine saw them, `ids` where they are the same, and what it generated."""
         if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
             logger.info("request: prompt=%r ids=%d options=%s", text, len(ids), dict(sampling))
@@ -395,7 +346,7 @@ class ManagedServer(TrackedSequences):
             length = await self.context_length()
             room = None if length is None else max(0, length - len(ids) - 1)
             if room == 0:
-                return ids, [Output([], [], "length", [], "", ())] * (sampling.get("n") or 1)
+                return ids, [Call([], [], "", (), "length") for _ in range(sampling.get("n") or 1)]
             if room is not None:
                 sampling = {**sampling, "max_tokens": min(sampling.get("max_tokens") or room, room)}
         sent = ids if isinstance(ids, list) or _takes_packed(self.server) else list(ids)
@@ -403,7 +354,7 @@ class ManagedServer(TrackedSequences):
         prompt_ids, outputs, logprobs, reasons = reply
         codec = codec_of(self.tokenizer)
         return ids if prompt_ids is sent or prompt_ids == sent else prompt_ids, [
-            Output.of(codec, *one, keep_special=keep_special) for one in zip(outputs, logprobs, reasons, strict=True)
+            Call.of(codec, *one, keep_special=keep_special) for one in zip(outputs, logprobs, reasons, strict=True)
         ]
 
     async def context_length(self) -> int | None:
@@ -414,44 +365,40 @@ class ManagedServer(TrackedSequences):
         self,
         prompt: Prompt,
         prompt_ids: Sequence[int],
-        outputs: list[Output],
+        calls: list[Call],
         messages: list[tuple[Message, Message]],
-        opening: str,
     ) -> list[Reply]:
         """Return the choices, after their sequences are stored in the same order."""
         base, inserted = inserted_in(prompt_ids, prompt)
-        replies: list[Reply] = []
-        nodes: list[SequenceNode] = []
-        for output, (message, record) in zip(outputs, messages, strict=True):
-            call = output.call(prompt, base, inserted, record)
+        for call, (message, record) in zip(calls, messages, strict=True):
+            call.parent, call.inserted, call.rest = base, inserted, prompt.text if base is None else prompt.rest
+            call.turns = 0 if base is None else prompt.turns
             if self._for_agents:
                 given = prompt_ids if isinstance(prompt_ids, array) else array("i", prompt_ids)
-                call.whole = prompt.text + output.text, given + array("i", output.ids)
+                call.whole = prompt.text + call.text, given + array("i", call.output)
                 self._whole.append(call)
-            else:
-                call.node = node_of(call, list(prompt_ids), prompt.text + output.text)
-                nodes.append(call.node)
-            if call.chat is not None:
+            if prompt.chat is not None:
+                call.chat = prompt.chat.answered(record, call.text)
                 self.lineage.add(call, message)
-            replies.append(Reply(output.text, output.reason, message, call, len(prompt_ids)))
+            if not self._for_agents:
+                call.node = node_of(call, list(prompt_ids), prompt.text + call.text)
         if prompt.base is not None:
             prompt.base.is_continued, prompt.base.whole = True, None
         self._whole = [call for call in self._whole if call.whole is not None]
         while len(self._whole) > MOST_WHOLE:
             self._whole.pop(0).whole = None
-        if not self._for_agents:
-            self._store(nodes, prompt.base)
-        self._note_ends([reply.call for reply in replies], prompt.base)
-        return replies
+        self._note_ends(calls, prompt.base)
+        return [Reply(message, call, len(prompt_ids)) for call, (message, _) in zip(calls, messages, strict=True)]
 
     def _note_ends(self, calls: list[Call], base: Call | None) -> None:
-        """Let calls end sequences as `_store` keeps those: the first in place of `base`; in tree mode by their text."""
+        """Let calls end sequences, the first in place of `base` unless another has continued that; in tree mode all."""
+        place = self._ends.index(base) if base in self._ends and not self.track_tree else None
+        self._ends = put(self._ends, calls, place)
+        self._store([call.node for call in calls if call.node is not None], place)
         if self.track_tree:
-            self._ends = list({call.full_text: call for call in [*self._ends, *calls]}.values())
-        else:
-            at = self._ends.index(base) if base in self._ends else len(self._ends)
-            self._ends[at : at + 1] = calls[:1]
-            self._ends += calls[1:]
+            self._ends = list({call.full_text: call for call in self._ends}.values())
+        elif base is not None and place is not None:
+            base.node = None
 
     def _get_translator(self) -> ToolCallTranslator | None:
         """Return the translator of calls, by the name that tests written for 0.4.0 use."""

@@ -9,18 +9,19 @@ from array import array
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
+from typing import TYPE_CHECKING, NotRequired, Self, TypedDict, TypeVar, cast
 
 from pydantic import BaseModel
 
 from atroposlib.envs.server_handling.conversation import Conversation, Message, Turn, canonical, keys_of
-from atroposlib.rollouts.trace import Chat, current_trace
-from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, Json, JsonObject, Tokenizer
+from atroposlib.rollouts.trace import Chat, current_trace, finish_reason_of
+from atroposlib.type_definitions import IGNORE_INDEX, PROMPT_LOGPROB, FinishReason, Json, JsonObject, Tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _PROBE = "Is this n't a probe , it 's one ! \n 1 . 2 ?"
 """Text that a clean-up of spaces would change."""
@@ -92,15 +93,15 @@ def _special_ids(backend: "Backend") -> frozenset[int]:
 class Call:
     """One generated turn: what it adds to the sequence of the call before it. Packed, 12 bytes a generated token."""
 
-    parent: "Call | None"
-    inserted: Sequence[int]  # ids of the prompt behind the parent's sequence
     output: Sequence[int]  # ids generated
     logprobs: Sequence[float]  # of `output`; PROMPT_LOGPROB takes no loss
-    rest: str  # text of `inserted`
     text: str  # of `output`, without the end tokens
-    tail: tuple[str, ...]  # the end tokens
-    finish_reason: str
-    chat: Conversation | None  # None for text completions
+    tail: tuple[str, ...]  # the end tokens, each as text
+    finish_reason: FinishReason  # why the engine stopped
+    parent: "Call | None" = None
+    inserted: Sequence[int] = ()  # ids of the prompt behind the parent's sequence
+    rest: str = ""  # text of `inserted`
+    chat: Conversation | None = None  # None for text completions
     turns: int = 0  # of the chat that are those of the parent
     after: "Fork | None" = None  # once its lineage has a place for it
     node: "SequenceNode | None" = None  # while it ends a sequence
@@ -114,6 +115,26 @@ class Call:
 
     def __exit__(self, *exc_info: object) -> None:
         self.extensions -= 1
+
+    @classmethod
+    def of(cls, codec: Codec, ids: list[int], logprobs: list[float], reason: object, *, keep_special: bool) -> Self:
+        """Read what an engine gave; `keep_special`: special tokens stay in the text."""
+        body, tail = codec.split_tail(ids)
+        text = codec.decode(body, skip_special_tokens=not keep_special)
+        ends = tuple(codec.decode([token], skip_special_tokens=False) for token in tail)
+        return cls(ids, known_logprobs(ids, logprobs), text, ends, finish_reason_of(reason))
+
+    @property
+    def body(self) -> Sequence[int]:
+        """The generated ids without the end tokens."""
+        return self.output[: len(self.output) - len(self.tail)]
+
+    def continued(self, given: list[int], opening: str, rest: "Call") -> "Call":
+        """Return the turn with the ids `given`, whose text is `opening`, and what was generated behind them."""
+        body = self.body
+        logprobs = [*self.logprobs[: len(body)], *[PROMPT_LOGPROB] * len(given), *rest.logprobs]
+        text = self.text + opening + rest.text
+        return Call([*body, *given, *rest.output], logprobs, text, rest.tail, rest.finish_reason)
 
     @property
     def full_text(self) -> str:
@@ -348,16 +369,14 @@ def node_of(call: Call, prompt_ids: list[int], text: str) -> SequenceNode:
     if PROMPT_LOGPROB in call.logprobs:
         known = (logprob != PROMPT_LOGPROB for logprob in call.logprobs)
         own = [token if is_known else IGNORE_INDEX for token, is_known in zip(output, known, strict=True)]
-    return _node(
-        {
-            "full_text": text,
-            "tokens": prompt_ids + output,
-            "masked_tokens": masked + [IGNORE_INDEX] * given + own,
-            "logprobs": [*logprobs, *[PROMPT_LOGPROB] * given, *call.logprobs],
-            "metadata": {"finish_reason": call.finish_reason},
-            "messages": None if chat is None else [dict(turn.said) for turn in chat.turns],
-            "tools": None if chat is None else chat.tools or None,
-        }
+    return SequenceNode.model_construct(
+        full_text=text,
+        tokens=prompt_ids + output,
+        masked_tokens=masked + [IGNORE_INDEX] * given + own,
+        logprobs=[*logprobs, *[PROMPT_LOGPROB] * given, *call.logprobs],
+        metadata={"finish_reason": call.finish_reason},
+        messages=None if chat is None else [dict(turn.said) for turn in chat.turns],
+        tools=None if chat is None else chat.tools or None,
     )
 
 
@@ -368,19 +387,6 @@ def known_logprobs(ids: list[int], logprobs: list[float]) -> list[float]:
     if missing := logprobs.count(PROMPT_LOGPROB):
         logger.warning("%d of %d generated tokens came without a log-probability and take no loss", missing, len(ids))
     return logprobs
-
-
-def _node(fields: dict[str, object]) -> SequenceNode:
-    """As `SequenceNode.model_construct`, without its loops over fields: 1 us instead of 5 for every response."""
-    node = SequenceNode.__new__(SequenceNode)
-    object.__setattr__(node, "__dict__", fields)
-    object.__setattr__(node, "__pydantic_fields_set__", _FIELDS)
-    object.__setattr__(node, "__pydantic_extra__", None)
-    object.__setattr__(node, "__pydantic_private__", None)
-    return node
-
-
-_FIELDS = set(SequenceNode.model_fields)  # of all nodes: pydantic only ever adds names of fields, and these are all
 
 
 def note_chats(nodes: Iterable[SequenceNode], *, made_up: bool = False) -> None:
@@ -399,29 +405,36 @@ class TrackedSequences:
     def __init__(self, track_tree: bool) -> None:
         self.track_tree = track_tree
         self.current_nodes: list[SequenceNode] = []
-        self.sequences: dict[str, SequenceNode] = {}  # tree mode only
+
+    @property
+    def sequences(self) -> dict[str, SequenceNode]:
+        """In tree mode the sequences by their texts."""
+        return {node.full_text: node for node in self.current_nodes} if self.track_tree else {}
 
     def get_state(self) -> State:
         """`{"nodes": [...]}`; in tree mode `{"sequences": {...}, "tree": {...}}`. Copies, which survive `reset`."""
         if self.track_tree:
-            return cast(State, {"sequences": dict(self.sequences), "tree": dict(self.sequences)})
+            return cast(State, {"sequences": self.sequences, "tree": self.sequences})
         return {"nodes": self.nodes()}
 
     def reset(self) -> None:
-        self.current_nodes, self.sequences = [], {}
+        self.current_nodes = []
 
     def nodes(self) -> list[SequenceNode]:
         """Return the sequences; in tree mode every intermediate one."""
-        return list(self.sequences.values()) if self.track_tree else list(self.current_nodes)
+        return list(self.current_nodes)
 
-    def _store(self, nodes: list[SequenceNode], base: Call | None = None, *, made_up: bool = False) -> None:
-        """Put the first in place of the sequence it extends (unless another call did), the others at the end."""
+    def _store(self, nodes: list[SequenceNode], place: int | None = None, *, made_up: bool = False) -> None:
+        """Put the first in place of the sequence that it extends, the others at the end."""
         note_chats(nodes, made_up=made_up)
+        self.current_nodes = put(self.current_nodes, nodes, place)
         if self.track_tree:
-            self.sequences.update((node.full_text, node) for node in nodes)
-            return
-        place = next((i for i, node in enumerate(self.current_nodes) if base is not None and node is base.node), None)
-        if place is not None and base is not None and nodes:
-            self.current_nodes[place] = nodes.pop(0)
-            base.node = None
-        self.current_nodes.extend(nodes)
+            self.current_nodes = list(self.sequences.values())
+
+
+def put(known: Sequence[T], new: Sequence[T], place: int | None) -> list[T]:
+    """Return what is known with the first of the new in that place, and the others at the end; None: all of them."""
+    kept = list(known)
+    if place is not None and new:
+        kept[place], new = new[0], new[1:]
+    return [*kept, *new]
