@@ -24,7 +24,7 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.item_rollout import tried_twice
 from atroposlib.envs.server_handling.agents.record import FinishedRollout
 from atroposlib.envs.server_handling.agents.rollouts import Rollout, Rollouts, managed_for
-from atroposlib.envs.server_handling.agents.rows import Row, group_of, rows_of
+from atroposlib.envs.server_handling.agents.rows import Row, ending, group_of, rows_of
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings, TurnSettings
 from atroposlib.envs.server_handling.fan_out import contained, raise_first
 from atroposlib.envs.server_handling.managed_server import ManagedServer
@@ -95,8 +95,7 @@ class AgentRun:
         """Text of the model's last reply in the main conversation; "" without one."""
         if (row := self._main()) is None:
             return ""
-        number, choice = row.calls[-1]
-        return self.rollout.exchanges[number].answers[choice].message.get("content") or ""
+        return ending(self.rollout, row).message.get("content") or ""
 
     @property
     def messages(self) -> list[JsonObject]:

@@ -21,7 +21,7 @@ from atroposlib.envs.server_handling.agents import rollouts as rollouts_module
 from atroposlib.envs.server_handling.agents.gateway import Gateway
 from atroposlib.envs.server_handling.agents.record import CallLog, RolloutLog
 from atroposlib.envs.server_handling.agents.rollouts import BUDGET_TEXT, Rollouts, managed_for
-from atroposlib.envs.server_handling.agents.rows import advantages, group_of, rows_of
+from atroposlib.envs.server_handling.agents.rows import advantages, ending, group_of, rows_of
 from atroposlib.envs.server_handling.agents.settings import RolloutSettings
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.managed_server_proxy import choose_server, create_app
@@ -1225,6 +1225,23 @@ async def test_branches_of_a_rollout_train_each_generated_token_once():
     assert sorted(learned(row) for row in rows) == ["four<|im_end|>", "one<|im_end|>two<|im_end|>", "three<|im_end|>"]
     assert all(len(row.tokens) == len(row.masks) == len(row.logprobs) for row in rows)
     assert {row.role for row in rows} == {"main"}
+
+
+async def test_a_row_ends_with_what_was_generated_where_the_context_had_no_room_for_more(monkeypatch):
+    async def context_length(managed):
+        return 60
+
+    monkeypatch.setattr(ManagedServer, "context_length", context_length)
+    rollout = rollouts_of("one", "two").create(RolloutSettings())
+    said = await talk(rollout, HELLO, tools=None)
+    history = [*HELLO, said, {"role": "user", "content": "much " * 60}]
+    for _ in range(2):  # the second continues the first, which has no room either
+        history += [await talk(rollout, history, tools=None), *HELLO]
+    assert [len(exchange.calls[0].output) for exchange in rollout.exchanges] == [len("one") + 1, 0, 0]
+    (row,) = rows_of(rollout)
+    assert (learned(row), row.role, len(row.tokens) < 60) == ("one<|im_end|>", "main", True)
+    assert row.messages == [*HELLO, {"role": "assistant", "content": "one"}]
+    assert (ending(rollout, row).message["content"], ending(rollout, row).finish_reason) == ("", "length")
 
 
 async def test_paths_get_their_roles_by_their_form_and_only_some_take_loss():

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from atroposlib.envs.server_handling.agents.record import Exchange
+from atroposlib.envs.server_handling.agents.record import Answer, Exchange
 from atroposlib.envs.server_handling.agents.rollouts import Rollout
 from atroposlib.envs.server_handling.sequence import Call
 from atroposlib.errors import GroupError
@@ -34,13 +34,31 @@ class Row:
 
 
 def rows_of(rollout: Rollout, *, trained: frozenset[str] = TRAINED) -> list[Row]:
-    """The paths of a rollout, in the order of their last calls; those whose role is not in `trained` take no loss."""
+    """The paths of a rollout, in the order of their last calls; those whose role is not in `trained` take no loss.
+
+    A path ends with what was generated: a prompt for whose answer the context had no room would make a row too long.
+    """
     calls = [call for exchange in rollout.exchanges for call in exchange.calls]
-    parents = {id(call.parent) for call in calls}
+    calls = [call for call in calls if call.output] or calls
+    parents: set[int] = set()
+    for call in calls:
+        parent = call.parent
+        while parent is not None and id(parent) not in parents:
+            parents.add(id(parent))
+            parent = parent.parent
     leaves = [call for call in calls if id(call) not in parents]
     learned: set[int] = set()  # calls that take loss in an earlier row
     roles = roles_of(leaves, rollout.exchanges)
     return [_row(leaf, role, role in trained, learned) for leaf, role in zip(leaves, roles, strict=True)]
+
+
+def ending(rollout: Rollout, row: Row) -> Answer:
+    """Return the answer that ended a row's conversation: an empty one where the context had no room for more."""
+    number, choice = row.calls[-1]
+    exchange = rollout.exchanges[number]
+    if exchange.calls[choice].is_continued:
+        return Answer({"role": "assistant", "content": ""}, "length", 0, 0)
+    return exchange.answers[choice]
 
 
 def _row(leaf: Call, role: Role, is_trained: bool, learned: set[int]) -> Row:
@@ -125,9 +143,8 @@ def group_of(
         raise GroupError("no rollout of the group has a row to train on: nothing was generated")
     if (trace := current_trace()) is not None:
         for row, index in rows:
-            number, choice = row.calls[-1]
-            answer = rollouts[index].exchanges[number].answers[choice]
-            trace.chats.note(row.tokens, None, ended=finish_reason_of(answer.finish_reason))
+            ended = finish_reason_of(ending(rollouts[index], row).finish_reason)
+            trace.chats.note(row.tokens, None, ended=ended)
     gains = advantages(values)
     return {
         "tokens": [row.tokens for row, _ in rows],
