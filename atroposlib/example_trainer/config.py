@@ -327,8 +327,10 @@ class TrainingConfig(
                 f"max_completion_length is {self.max_completion_length} but seq_len, prompt and response together, is "
                 f"{self.seq_len} tokens; raise the one or lower the other"
             )
-        if self.kl_in_reward and self.preset.loss == "maxent":
-            raise ConfigError("kl_in_reward needs advantages, which objective 'maxent' does not have; set it to false")
+        if self.kl_in_reward and self.objective in ("maxent", "distill"):
+            raise ConfigError(
+                f"kl_in_reward needs advantages, which objective {self.objective!r} does not have; set it to false"
+            )
         if self.distill_coeff and self.preset.loss == "maxent":
             raise ConfigError(
                 "distill_coeff is added to a loss per token, which objective 'maxent' does not have; set it to "

@@ -76,7 +76,7 @@ def plan(
         signal=kept > 0,
     )
     if config.preset.loss == "maxent":
-        return _maxent_plan(config, base, lengths, ref_sums, tau, beta)
+        return _maxent_plan(config, base, rows, lengths, ref_sums, tau, beta)
     return _advantage_plan(config, base, rows, lengths, tau, beta)
 
 
@@ -86,7 +86,7 @@ def _advantage_plan(
     advantages = row_advantages(
         config.preset.advantage, base.rewards, base.groups, eps=config.advantage_eps, std_ddof=config.std_ddof
     )
-    advantages = advantages.masked_fill(torch.tensor([row.zero_advantage for row in rows]), 0.0)
+    advantages = advantages.masked_fill(_zeroed(rows), 0.0)
     weights, entropy = base.weights, None
     if config.preset.xdr:
         utilities = maxent.xdr_utilities(advantages, lengths, config.max_completion_length)
@@ -101,7 +101,13 @@ def _advantage_plan(
 
 
 def _maxent_plan(
-    config: TrainingConfig, base: StepPlan, lengths: Tensor, ref_sums: Tensor | None, tau: float, beta: float
+    config: TrainingConfig,
+    base: StepPlan,
+    rows: Sequence[TrainingRow],
+    lengths: Tensor,
+    ref_sums: Tensor | None,
+    tau: float,
+    beta: float,
 ) -> StepPlan:
     posterior = maxent.reward_posterior(
         base.rewards, base.groups, temperature=config.maxent_q_temperature, epsilon=config.maxent_q_epsilon
@@ -110,10 +116,15 @@ def _maxent_plan(
     reference = maxent.reference_scores(sums, lengths, length_normalize=config.maxent_length_normalize_ref)
     weights = maxent.maxent_weights(posterior, reference, base.groups, tau=tau, beta=beta)
     entropy = _mean_entropy(weights, base.groups)
-    if config.maxent_skip_constant:
-        weights = weights.masked_fill(base.groups.spread(base.groups.is_constant(base.rewards)), 0.0)
-    weights = weights * base.weights
-    return replace(base, weights=weights.float(), signal=weights > 0, weight_entropy=entropy)
+    left_out = base.groups.spread(base.groups.is_constant(base.rewards)) & config.maxent_skip_constant
+    weights = weights.masked_fill(left_out | _zeroed(rows), 0.0) * base.weights
+    signal = base.signal & ~left_out & ((weights > 0) | (beta > 0))
+    return replace(base, weights=weights.float(), signal=signal, weight_entropy=entropy)
+
+
+def _zeroed(rows: Sequence[TrainingRow]) -> Tensor:
+    """[N] True where the environment takes a row's advantage away."""
+    return torch.tensor([row.zero_advantage for row in rows])
 
 
 def _taught(config: TrainingConfig, rows: Sequence[TrainingRow]) -> Tensor:
@@ -170,7 +181,7 @@ def micro_loss(
         )
     per_token = per_token * weights[:, None]
     if taught is not None:
-        per_token = per_token + config.teacher_weight * taught * (weights[:, None] > 0)
+        per_token = per_token + config.teacher_weight * taught
     if kl is not None and not config.kl_in_reward:
         correction = policy.ratio(logp, old_logp) if config.kl_is_correct else 1.0
         per_token = per_token + beta * correction * kl

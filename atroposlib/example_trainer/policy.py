@@ -39,7 +39,7 @@ PEFT_NAMES = {
     "layers_to_transform": "lora_layer_indices",
 }
 """Settings that make an adapter, and stay as they were at the run's first start: peft's name to ours."""
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(\d+)\.")
 
 
 class Policy:
@@ -57,7 +57,7 @@ class Policy:
         if config.init_kl_coeff > 0 and not config.use_lora:
             start = self.model if checkpoint is None else _load_weights(self.folder, torch.float32)
             self._reference = copy.deepcopy(start).to(self.device, self.dtype).eval().requires_grad_(False)
-        require_known_logits(self.bare.eval())
+        require_known_logits(self.bare, training=config.lora_dropout == 0)
         self.model.train()
         if compiles(config, self.device):
             compile_layers(self.bare)
@@ -187,7 +187,8 @@ def shares_prompts(config: TrainingConfig, model: CausalModel) -> bool:
     layers = set(getattr(text, "layer_types", None) or [])
     attends = layers <= {"full_attention", "sliding_attention", "chunked_attention"} and not model._is_stateful
     windows = [getattr(text, name, None) or config.seq_len for name in ("sliding_window", "attention_chunk_size")]
-    plain = model.config._attn_implementation == "sdpa" and attends and min(windows) >= config.seq_len
+    by_position = not getattr(text, "alibi", False)  # of Falcon, by the place in the line
+    plain = model.config._attn_implementation == "sdpa" and attends and by_position and min(windows) >= config.seq_len
     if config.share_prompts and not plain:
         logger.warning("share_prompts is off: the attention of %s is not full, or not sdpa", config.model_name)
     return config.share_prompts and plain
@@ -246,27 +247,41 @@ def _load(policy: Policy, checkpoint: Path | None) -> nn.Module:
 
 def _load_weights(folder: Path | str, dtype: torch.dtype) -> CausalModel:
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        config = AutoConfig.from_pretrained(folder)
+        for settings in (vars(config), vars(config.get_text_config())):  # no dropout: engines have none
+            settings.update((key, 0.0) for key in [*settings] if "drop" in key and isinstance(settings[key], float))
+        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"model {str(folder)!r} cannot be loaded: {error}") from error
 
 
-def _with_adapter(config: TrainingConfig, base: nn.Module, checkpoint: Path | None) -> CausalModel:
+def _with_adapter(config: TrainingConfig, base: CausalModel, checkpoint: Path | None) -> CausalModel:
     from peft import LoraConfig, PeftModel, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors import SafetensorError
 
     if checkpoint is not None:
         try:
-            return PeftModel.from_pretrained(base, checkpoint, is_trainable=True)  # pyright: ignore[reportArgumentType]
+            return PeftModel.from_pretrained(base, checkpoint, is_trainable=True)
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelError(f"adapter {str(checkpoint)!r} cannot be loaded: {error}") from error
     adapter = LoraConfig(task_type="CAUSAL_LM", **adapter_settings(config))
-    return get_peft_model(base, adapter)  # pyright: ignore[reportArgumentType]
+    try:
+        model = get_peft_model(base, adapter)
+    except ValueError as error:
+        raise ConfigError(f"lora_target_modules is {config.lora_target_modules}: {error}") from error
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if isinstance(embedding, BaseTunerLayer) or (isinstance(head, BaseTunerLayer) and embedding.weight is head.weight):
+        raise ConfigError(
+            f"lora_target_modules is {config.lora_target_modules}: engines take no adapter of an embedding, nor of an "
+            "output layer that is one; leave it out"
+        )
+    return model
 
 
 def _freeze_other_layers(model: nn.Module, kept: set[int]) -> None:
@@ -277,4 +292,4 @@ def _freeze_other_layers(model: nn.Module, kept: set[int]) -> None:
         found |= {index} if index is not None else set()
         parameter.requires_grad_(parameter.requires_grad and index in kept)
     if not kept <= found:
-        raise ConfigError(f"train_layer_indices names layer {max(kept)}; the model has layers 0 to {max(found)}")
+        raise ConfigError(f"train_layer_indices names layer {max(kept)}; the model has layers {sorted(found)}")

@@ -73,16 +73,19 @@ def token_scores(model: CausalModel, micro: MicroBatch, *, entropy: bool, teache
 
 
 @torch.no_grad()
-def require_known_logits(model: CausalModel) -> None:
-    """ModelError for an architecture that makes other logits of its hidden states than `_logits` does."""
-    ids = torch.tensor([[0, 1]], device=model.device)
-    theirs = model(input_ids=ids, use_cache=False).logits
-    ours = _logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-    if not (ours - theirs).norm() <= 0.02 * theirs.norm():
-        raise ModelError(
-            f"{type(model).__name__} scales or caps its logits in a way that the trainer does not know; add it to "
-            "`_logits` in token_scores.py"
-        )
+def require_known_logits(model: CausalModel, *, training: bool = True) -> None:
+    """ModelError for an architecture that makes other logits than `_logits` does, or other ones in training."""
+    ids = torch.arange(32, device=model.device)[None]
+    theirs = model.eval()(input_ids=ids, use_cache=False).logits
+    model.train(training)
+    if model.base_model is not model and model.get_output_embeddings() is not None:
+        ours = _logits(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+        if (ours - theirs).norm() <= 0.02 * theirs.norm():
+            return
+    raise ModelError(
+        f"{type(model).__name__} makes logits in a way that the trainer does not know (add it to `_logits` in "
+        "token_scores.py), or random ones in training; train another model"
+    )
 
 
 def _sliced(

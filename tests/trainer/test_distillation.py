@@ -95,6 +95,8 @@ def test_what_cannot_be_taught_is_refused(tiny_model, tmp_path):
     for settings in ({"objective": "maxent", "distill_coeff": 1.0}, {"objective": "distill", "distill_coeff": 0.0}):
         with pytest.raises(ValueError, match="distill_coeff"):
             make_config(tiny_model, tmp_path, **settings)
+    with pytest.raises(ValueError, match="kl_in_reward needs advantages, which objective 'distill' does not have"):
+        make_config(tiny_model, tmp_path, objective="distill", kl_in_reward=True)
 
 
 def test_from_a_teaching_environment_over_the_api_to_a_loss_that_falls(tmp_path):

@@ -62,6 +62,12 @@ def test_a_group_of_one_has_no_baseline(kind):
     assert found[0].item() == 0.7
 
 
+@pytest.mark.parametrize(("rewards", "ddof"), [((1, 1), 0), ((1,), 1)])
+def test_rewards_without_a_deviation_are_not_divided_by_it(rewards, ddof):
+    groups = Groups(torch.arange(len(rewards)), len(rewards))
+    assert adv.row_advantages("batch_std", t(*rewards), groups, std_ddof=ddof).tolist() == [1.0] * len(rewards)
+
+
 def test_ragged_groups_in_any_order_equal_the_groups_apart():
     groups = Groups(torch.tensor([1, 0, 1, 1, 0]), 2)
     found = adv.grpo(t(1, 3, 0, 0, 5), groups)

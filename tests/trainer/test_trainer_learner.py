@@ -6,14 +6,25 @@ from typing import get_args
 import pytest
 import torch
 from tiny_model import make_config, make_group
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    Llama4TextConfig,
+    MistralConfig,
+    PhimoeConfig,
+    SeedOssConfig,
+)
 
-from atroposlib.errors import AtroposError, ConfigError, DataError, DiskError, PathError
+from atroposlib.errors import AtroposError, ConfigError, DataError, DiskError, ModelError, PathError
 from atroposlib.example_trainer import checkpoint
 from atroposlib.example_trainer.config import LossSettings
 from atroposlib.example_trainer.data import rows_of
 from atroposlib.example_trainer.layout import collate
 from atroposlib.example_trainer.learner import Learner, TrainingError
+from atroposlib.example_trainer.objective import plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's own
 
@@ -106,6 +117,70 @@ def test_a_prompt_is_shared_only_where_the_model_minds_the_mask(
     first, second = asked.train_on(rows([group])), apart.train_on(rows([group]))
     assert first["train/loss"] == pytest.approx(second["train/loss"], rel=1e-4)
     assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-4)
+
+
+def write_model(folder, tiny_model, config):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return str(folder)
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "initializer_range": 0.5, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}  # fmt: skip
+MODELS = {
+    "dropout in modules": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.5),
+    "dropout in functions": SeedOssConfig(**SIZES, intermediate_size=64, head_dim=8, num_key_value_heads=2),
+    "positions that a mask cannot say": FalconConfig(**SIZES, alibi=True),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_scores_in_training_are_those_of_the_engine(make_learner, tiny_model, tmp_path, config, checkpointing):
+    folder = write_model(tmp_path / "model", tiny_model, config)
+    learner = make_learner(model_name=folder, gradient_checkpointing=checkpointing)
+    group = make_group([1, 0], prompt=20)
+    for ids in group["tokens"]:
+        ids[:20] = range(10, 30)
+    found, model = rows([group]), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    all_logp = [model(torch.tensor(row.tokens)[None]).logits[0, :-1].log_softmax(-1) for row in found]
+    group["inference_logprobs"] = [
+        [1.0, *logp[range(len(logp)), row.tokens[1:]].tolist()] for logp, row in zip(all_logp, found, strict=True)
+    ]
+    assert learner.train_on(rows([group]))["train/logprob_diff_max"] < 1e-4
+
+
+def test_layers_are_also_found_under_other_names(make_learner, tiny_model, tmp_path):
+    folder = write_model(tmp_path / "model", tiny_model, MODELS["dropout in modules"])
+    learner = make_learner(model_name=folder, train_layer_indices="1")
+    names = {name for name, p in learner.policy.model.named_parameters() if p.requires_grad}
+    assert names
+    assert all(".h.1." in name for name in names)
+
+
+REFUSED = {
+    "hidden states that cannot be had": Llama4TextConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, num_local_experts=2
+    ),
+    "experts at random in training": PhimoeConfig(
+        **SIZES, num_key_value_heads=2, intermediate_size=64, num_local_experts=16
+    ),
+}
+
+
+@pytest.mark.parametrize("config", REFUSED.values(), ids=REFUSED)
+def test_a_model_whose_logits_would_be_others_than_the_engines_is_refused(make_learner, tiny_model, tmp_path, config):
+    folder = write_model(tmp_path / "model", tiny_model, config)
+    with pytest.raises(ModelError, match="ForCausalLM makes logits in a way"):
+        make_learner(model_name=folder)
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.:UserWarning")  # peft's own
+@pytest.mark.parametrize("module", ["query", "embed_tokens", "lm_head"])
+def test_an_adapter_that_cannot_be_made_or_served_is_one_sentence(make_learner, module):
+    with pytest.raises(ConfigError, match=f"lora_target_modules .*'{module}'"):
+        make_learner(use_lora=True, lora_target_modules=["q_proj", module] if module != "query" else [module])
 
 
 def test_the_clipped_ratios_of_gspo_are_those_of_sequences(make_learner):
@@ -203,6 +278,30 @@ def test_the_penalty_is_also_that_of_rows_which_xdr_gives_no_weight(make_learner
         first, second = zero.train_on(rows()), small.train_on(rows())
     assert first["train/kl"] == pytest.approx(second["train/kl"], rel=1e-3)
     assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-3)
+
+
+def test_the_teacher_also_teaches_rows_which_xdr_gives_no_weight(make_learner):
+    taught = {"distill_token_ids": [[[7]] * len(ids) for ids in GROUPS[0]["tokens"]]}
+    taught["distill_logprobs"] = [[[-0.5]] * len(ids) for ids in GROUPS[0]["tokens"]]
+    options = {"objective": "xdr_grpo", "distill_coeff": 1.0, "max_grad_norm": 1e9}
+    zero, small = make_learner(**options, maxent_tau=0.0), make_learner(**options, maxent_tau=0.003)
+    first, second = (learner.train_on(rows([GROUPS[0] | taught])) for learner in (zero, small))
+    assert first["train/grad_norm"] == pytest.approx(second["train/grad_norm"], rel=1e-3)
+
+
+def test_the_penalty_is_also_that_of_rows_which_maxent_gives_no_weight(make_learner):
+    config = make_learner(objective="maxent", maxent_q_temperature=1e-3, maxent_q_epsilon=0.0).config
+    found = rows([GROUPS[0], make_group([1, 1])])
+    step = plan(config, found, tau=1e-3, beta=1e-3, ref_sums=torch.zeros(len(found)))
+    assert (step.weights > 0).tolist() == [True, False, False, True, False, False]
+    assert step.signal.tolist() == [True, True, True, True, False, False]
+
+
+def test_a_row_whose_advantage_is_to_be_zero_is_not_imitated(make_learner):
+    learner = make_learner(objective="maxent")
+    before = weights(learner)
+    learner.train_on(rows([make_group([1, 0], overrides=[{"set_advantage_to_zero": True}] * 2)]))
+    assert torch.equal(weights(learner), before)
 
 
 def test_truncated_responses_can_be_left_out(make_learner):

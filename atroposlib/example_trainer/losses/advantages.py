@@ -113,7 +113,8 @@ def rloo(rewards: Tensor, groups: Groups) -> Tensor:
 
 def batch_std(rewards: Tensor, groups: Groups, *, eps: float = 1e-8, std_ddof: int = 0) -> Tensor:
     """(R_i - mean(group)) / (std(batch) + eps). Source: "lite PPO", arXiv:2508.08221."""
-    return centred(rewards, groups) / (rewards.std(correction=std_ddof) + eps)
+    std = Groups(torch.zeros_like(groups.ids), 1).std(rewards, std_ddof)
+    return centred(rewards, groups) / torch.where(std > 0, std + eps, 1.0)
 
 
 def whiten(values: Tensor, *, eps: float = 1e-8, std_ddof: int = 0) -> Tensor:

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.losses import MaxEntNLL
 from atroposlib.example_trainer.losses.advantages import Groups
 
@@ -21,12 +22,12 @@ def reward_posterior(utilities: Tensor, groups: Groups, *, temperature: float = 
     """q [B]: softmax(u / temperature) in the group, floored: p (1 - K epsilon) + epsilon for K rows.
 
     Raises:
-        ValueError: K * epsilon >= 1, so that the floor would leave nothing for the rewards.
+        ConfigError: K * epsilon >= 1, so that the floor would leave nothing for the rewards.
     """
     posterior = groups.softmax(utilities / max(temperature, 1e-8))
     floor = groups.spread(groups.sizes(utilities)) * epsilon
     if bool((floor >= 1).any()):
-        raise ValueError(f"maxent_q_epsilon {epsilon} times a group of {floor.max() / epsilon:.0f} rows is 1 or more")
+        raise ConfigError(f"maxent_q_epsilon {epsilon} times a group of {floor.max() / epsilon:.0f} rows is 1 or more")
     return posterior * (1 - floor) + epsilon
 
 
