@@ -265,11 +265,19 @@ def test_an_export_is_of_what_is_filtered(open_page, view):
     page = open_page(view + "#task=sums&min_score=1")
     page.keyboard.press("e")
     assert "- sums" in page.locator("dialog .text").inner_text()
+    assert page.locator("dialog code").inner_text() == "atropos sft ROLLOUTS --policy policy.yaml --output OUTPUT"
     with page.expect_download() as download:
         page.click("dialog a:text('rollouts.jsonl')")
     lines = download.value.path().read_text().splitlines()
     assert lines
     assert {(json.loads(each)["task"], *set(json.loads(each)["scores"])) for each in lines} == {("sums", 1.0)}
+
+
+def test_an_error_is_gone_when_something_else_is_shown(open_page, view):
+    page = open_page(view + "#group=none:1", settled="#list button")
+    until(page, "document.getElementById('state').textContent.startsWith('there is no group none:1')")
+    page.keyboard.press("j")
+    until(page, "document.getElementById('state').textContent === ''")
 
 
 def test_what_a_run_adds_appears_and_what_is_open_stays(open_page, tmp_path):

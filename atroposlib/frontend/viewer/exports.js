@@ -17,7 +17,7 @@ export async function showExport() {
   dialog.replaceChildren(
     make("h2", { text: "Export what is filtered" }),
     make("h3", { text: "as a policy" }),
-    make("p", {}, "for ", make("code", { text: "atropos sft ROLLOUTS OUTPUT --policy policy.yaml" }), " and every other dataset command:"), policy,
+    make("p", {}, "for ", make("code", { text: "atropos sft ROLLOUTS --policy policy.yaml --output OUTPUT" }), " and every other dataset command:"), policy,
     make("h3", { text: "as rollout lines" }),
     make("p", { text: "Groups with the responses that the filters leave." }),
     make("a", { href: `/api/rollouts.jsonl?${query}`, download: "rollouts.jsonl", text: "rollouts.jsonl" }),

@@ -14,6 +14,7 @@ import { ask } from "./server.js";
 import { switchTheme } from "./theme.js";
 
 const LOOK_MS = 2000;
+const NO_ANSWER = "view-run does not answer; is it still running?";
 const WIDE = matchMedia("(min-width: 801px)");
 const VIEWS = { "": "groups", compare: "compare", failures: "failures" };
 
@@ -29,6 +30,7 @@ const changed = (now, before, ...names) => names.some((name) => now[name] !== be
 
 function update(now, before = null) {
   const isNew = before === null || changed(now, before, "view");
+  if (before !== null) say(readState()); // an error was of what is no longer shown
   document.body.dataset.pane = now.group || now.view === "failures" ? "detail" : "list";
   document.body.dataset.view = now.view ?? "groups";
   byId("views").replaceChildren(...Object.entries(VIEWS).map(([view, text]) =>
@@ -59,7 +61,7 @@ function update(now, before = null) {
 async function look() {
   if (!document.hidden) {
     const now = await ask("/api/state");
-    if (now.state || byId("state").textContent === readState()) say(now.state);
+    if (now.state || [readState(), NO_ANSWER].includes(byId("state").textContent)) say(now.state);
     const grown = now.groups !== total();
     if (grown && !shown().view) {
       await loadGroups();
@@ -73,7 +75,7 @@ async function look() {
 async function watch() {
   for (;;) {
     await new Promise((resolve) => { setTimeout(resolve, LOOK_MS); });
-    try { await look(); } catch { say("view-run does not answer; is it still running?"); }
+    try { await look(); } catch { say(NO_ANSWER); }
   }
 }
 
