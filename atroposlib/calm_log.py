@@ -1,7 +1,9 @@
 """Keeps a log of weeks readable: of each kind of warning a few lines a minute, and how many were left out."""
 
 import logging
+import sys
 import time
+from functools import partial
 
 MOST = 20
 WINDOW_S = 60.0
@@ -34,8 +36,16 @@ class CalmFilter(logging.Filter):
 
 
 def begin(level: int, line: str = LINE, handler: logging.Handler | None = None) -> None:
-    """Log to stderr, or to this handler; nothing changes where logging is set up already."""
+    """Log to stderr, or to this handler with a format of its own; nothing changes where logging is set up already."""
     handler = handler or logging.StreamHandler()
     handler.addFilter(CalmFilter())
-    handler.setFormatter(logging.Formatter(line))
+    handler.handleError = partial(_handle_error, handler)
+    if handler.formatter is None:
+        handler.setFormatter(logging.Formatter(line))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def _handle_error(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """Lose a line for which the disk has no room, or whose terminal is gone: a traceback of each would come next."""
+    if not isinstance(sys.exception(), OSError):
+        logging.Handler.handleError(handler, record)

@@ -1,5 +1,7 @@
 """A warning that comes with every group of a run of weeks does not fill its log."""
 
+import errno
+import io
 import logging
 
 from atroposlib import calm_log
@@ -42,3 +44,20 @@ def test_of_each_kind_of_warning_some_are_shown_and_the_rest_is_counted(monkeypa
     fail(1000)
     fail(1001)
     assert kept.lines == [f"rollout failed: item=1000 (and {1000 - MOST} like it before)", "rollout failed: item=1001"]
+
+
+class FullDisk(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_line_that_cannot_be_written_is_lost_without_a_traceback_and_a_wrong_one_is_told(monkeypatch, capsys):
+    handler = logging.StreamHandler(FullDisk())
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    calm_log.begin(logging.INFO, handler=handler)
+    logger = logging.Logger("a run")
+    logger.addHandler(handler)
+    logger.warning("waiting for the disk")
+    assert capsys.readouterr().err == ""
+    logger.warning("%d groups", "some")
+    assert "Logging error" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from atroposlib import calm_log
 from atroposlib.cli.boundary import called_as, command, run
 from atroposlib.errors import ConfigError
 from atroposlib.launch.config import load_config
@@ -76,7 +77,7 @@ def datagen(
     elif fresh and (kept := keep_earlier(Path(settings.run_dir))):
         print(f"earlier run kept as {kept}", file=sys.stderr)
     with Display() as display:
-        logging.basicConfig(level=logging.INFO, handlers=[display.log_handler()])
+        calm_log.begin(logging.INFO, handler=display.log_handler())
         logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of every file it writes
         try:
             status = run_datagen(settings, display)
