@@ -5,6 +5,7 @@ The log bridges the moment between a delivery and its commit in the database.
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import shutil
@@ -25,6 +26,8 @@ from atroposlib.api.queue import Batch, Group
 from atroposlib.errors import AtroposError, ConfigError, DiskError, LaunchError
 from atroposlib.lock_files import HeldError, hold
 from atroposlib.paths import expand_path, unusable
+
+logger = logging.getLogger(__name__)
 
 FILE = "state.sqlite"
 PAGE_BYTES = 32768
@@ -153,11 +156,14 @@ class StateFolder:
             os.close(fd)
 
     def free_reserve(self) -> bool:
-        """Give the reserve's room back; False when it is gone already."""
-        if self._reserve is None or not self._reserve.exists():
-            return False
-        self._reserve.unlink()
-        return True
+        """Give the reserve's room back; False when it is gone already, or cannot go as the disk is read-only now."""
+        try:
+            if self._reserve is not None:
+                self._reserve.unlink()
+                return True
+        except OSError as error:
+            logger.debug("%s stays: %s", self._reserve, error)
+        return False
 
     def _open(self) -> sqlite3.Connection:
         if self.path is None:

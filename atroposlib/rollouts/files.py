@@ -80,7 +80,8 @@ class AppendFile:
         self.size += len(data)
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        """Close the file; that a network disk refuses what was written is logged."""
+        _close(self.descriptor)
 
     def _cut(self) -> None:
         if self._is_torn:
@@ -91,11 +92,15 @@ class AppendFile:
 def sync_and_close(descriptors: Sequence[int]) -> None:
     """Bring everything to the disk itself; where that fails, everybody still reads what was written."""
     for descriptor in descriptors:
-        for step in (os.fsync, os.close):
-            try:
-                step(descriptor)
-            except OSError as error:  # a network disk that is full says so only here
-                logger.error("written, but maybe not on the disk itself: %s", error)
+        _close(descriptor, os.fsync)
+
+
+def _close(descriptor: int, *before: Callable[[int], None]) -> None:
+    for step in (*before, os.close):
+        try:
+            step(descriptor)
+        except OSError as error:  # a network disk that is full or became read-only says so only here
+            logger.error("written, but maybe not on the disk itself: %s", error)
 
 
 @dataclass(slots=True, eq=False)

@@ -155,5 +155,5 @@ class HeldLoop:
         return (
             f"the event loop was held for {held_s:.1f} of {over_s:.1f} s, {longest_s:.1f} s at once, and no rollout "
             "moves meanwhile: a request, program, sleep or computation of the environment blocks it; await it, or use "
-            "asyncio.to_thread or atroposlib.sandbox.workers.WorkerPool"
+            "asyncio.to_thread or atroposlib.sandbox.workers.WorkerPool. Or the process itself was suspended"
         )

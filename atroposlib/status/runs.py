@@ -281,6 +281,8 @@ def _status(run_dir: Path, run: JsonObject) -> RunStatus:
     names = ServiceStatus.__dataclass_fields__
     services = [ServiceStatus(**{name: entry.get(name) for name in names}) for entry in run.get("services", [])]
     progress = read_object(run_dir / PROGRESS_FILE) or {}
+    if run.get("node") and progress.get("node") != run["node"]:  # of an earlier start, on a node that is lost
+        progress["pid"] = None
     kind = run.get("kind", "datagen")
     return RunStatus(
         **_counted(progress, running),

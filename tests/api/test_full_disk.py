@@ -4,6 +4,7 @@ import asyncio
 import errno
 import shutil
 import sqlite3
+from pathlib import Path
 
 import pytest
 from api_testing import client_of, make_group, needs_root, small_disk, started, uids
@@ -68,6 +69,27 @@ async def test_a_full_disk_after_a_restart_still_has_everything(tmp_path, monkey
     again = create_app(state_dir=tmp_path / "state")
     assert uids(await client_of(again).get("/batch")) == [1, 3]
     await again.state.service.store.close()
+
+
+async def test_a_disk_that_is_read_only_for_a_while_does_not_end_the_writing(tmp_path, monkeypatch):
+    app = create_app(state_dir=tmp_path / "state")
+    client = await started(app, envs=2)
+    await client.post("/scored_data", json=make_group(1))
+
+    def read_only(*args, **_):
+        raise sqlite3.OperationalError("attempt to write a readonly database")
+
+    def refused(*args, **_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(app.state.service.store, "_transact", read_only)
+        patch.setattr(Path, "unlink", refused)
+        assert (await client.post("/disconnect-env", json={"env_id": 1})).status_code == 503
+        assert (await client.post("/scored_data", json=make_group(2))).status_code == 503
+    assert (await client.post("/scored_data", json=make_group(3))).status_code == 200
+    assert uids(await client.get("/batch")) == [1, 3]
+    await app.state.service.store.close()
 
 
 async def test_a_quota_is_named_until_a_group_can_be_stored_again(tmp_path, monkeypatch):

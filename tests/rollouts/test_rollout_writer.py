@@ -17,7 +17,7 @@ from atroposlib.data.rollout_files import zstd
 from atroposlib.data.table import open_table
 from atroposlib.errors import DiskError, LaunchError, PathError
 from atroposlib.rollouts import files as files_module
-from atroposlib.rollouts.files import RolloutFiles, compress
+from atroposlib.rollouts.files import AppendFile, RolloutFiles, compress
 from atroposlib.rollouts.groups import to_record
 from atroposlib.rollouts.locations import RunFiles, choose_run
 from atroposlib.rollouts.source import Work
@@ -625,6 +625,18 @@ async def test_a_group_to_send_again_whose_shard_was_moved_is_named(tmp_path):
     with pytest.raises(DiskError, match=f"{moved.name} was removed or moved"):
         writer.read_group(entry)
     writer.close()
+
+
+def test_a_network_disk_that_refuses_at_the_end_what_was_written_ends_nothing(tmp_path, monkeypatch, caplog):
+    file, close = AppendFile(tmp_path / "o.jsonl.journal.1"), os.close
+
+    def refuses(descriptor):
+        close(descriptor)
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "close", refuses)
+    file.close()
+    assert "maybe not on the disk itself: [Errno 30] Read-only file system" in caplog.text
 
 
 async def test_a_folder_of_many_shards_is_seldom_listed_and_never_by_the_event_loop(tmp_path, monkeypatch):

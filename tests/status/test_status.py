@@ -410,6 +410,12 @@ def test_a_living_run_whose_progress_is_not_written_any_more_says_so(tmp_path, s
     assert (found, status.tokens_per_s_now) == (is_said, 7.0 if status.running and not is_said else 0.0)
 
 
+def test_a_run_that_moved_to_another_node_does_not_call_the_progress_of_the_lost_one_stuck(tmp_path):
+    lost = {"pid": 7, "started": 7, "node": "lost", "state": "running", "updated_at": time.time() - 45}
+    make_run(tmp_path, pid=os.getpid(), node=socket.gethostname(), progress={**PROGRESS, **lost})
+    assert "its progress file" not in (read_status(tmp_path).waiting_for or "")
+
+
 def test_the_time_of_a_run_without_a_supervisor_adds_up_over_its_starts(tmp_path, monkeypatch):
     path, clock, done = tmp_path / "e_progress_r.json", [100.0], Totals()
 
