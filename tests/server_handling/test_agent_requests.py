@@ -787,3 +787,27 @@ async def test_every_request_sends_the_recorded_ids_of_its_history_and_those_tha
     sent = [paths[number][: -len(call["output"])] for number, call in enumerate(calls)]
     assert [body["input_ids"] for path, body in engine.requests if path == "/generate"] == sent
     assert [call["parent"] for call in calls] == [None, [0, 0], None, [2, 0]]
+
+
+@pytest.mark.parametrize("path", ASK)
+async def test_of_a_text_far_beyond_the_context_only_the_beginning_is_tokenized(engine, sglang, path):
+    class Counting(Tokenizer):
+        characters = 0
+
+        def encode(self, text, *args, **options):
+            Counting.characters += len(text)
+            return super().encode(text, *args, **options)
+
+    sglang.tokenizer, long = Counting(), "a" * 2**20
+    asked = {"prompt": long} if path == "completions" else {"messages": [{"role": "user", "content": long}]}
+    asked = {"input": long} if path == "responses" else {**asked, "max_tokens": 9}
+    async with client_of(server=sglang) as client:
+        made = await new_rollout(client)
+        first = await ask(client, made, path, **asked)
+        counted = await ask(client, made, "messages/count_tokens", messages=[{"role": "user", "content": long}])
+        record = await record_of(client, made)
+    assert first.status_code == 200, first.text
+    assert [call["answers"][0]["finish_reason"] for call in record["calls"]] == ["length"]
+    assert counted.json()["input_tokens"] > 2 * 4096
+    assert [path for path, _ in engine.requests if path == "/generate"] == []
+    assert Counting.characters < 2**18

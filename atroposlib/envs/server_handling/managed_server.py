@@ -67,6 +67,9 @@ __all__ = ["ChatRequest", "DummyManagedServer", "ManagedServer", "ManagedServerA
 
 logger = logging.getLogger(__name__)
 
+BEGINNING = 12
+"""So many characters for each token of its context an agent's prompt is tokenized at first."""
+
 MOST_WHOLE = 2
 """Sequences of an agent that are held in one piece; of all others each call holds what it adds."""
 
@@ -159,6 +162,7 @@ class ManagedServer(TrackedSequences):
         self._reasoning_parser = reasoning_parser
         self._keeps_thoughts = keeps_thoughts
         self._for_agents = for_agents
+        self._length: int | None = None  # of the engine's context, once it has told
         self._preserve_think_blocks = preserve_think_blocks
 
     async def chat_completion(self, **kwargs: object) -> "ChatCompletion":
@@ -182,6 +186,7 @@ class ManagedServer(TrackedSequences):
                 did not call the tool that it had to.
             ConfigError: `tools` cannot reach the model.
         """
+        await self.context_length()
         prompt = self._prompt(request)
         with prompt.base or nullcontext():
             prompt_ids, calls = await self._generate(prompt.text, prompt.ids, request.sampling, bool(request.tools))
@@ -264,6 +269,7 @@ class ManagedServer(TrackedSequences):
 
     async def complete(self, text: str, sampling: Mapping[str, Json]) -> list[Reply]:
         """Return the choices of one text completion, tracked; faults as of `completion`."""
+        await self.context_length()
         prompt = self._text_prompt(text)
         with prompt.base or nullcontext():
             prompt_ids, calls = await self._generate(prompt.text, prompt.ids, sampling, False)
@@ -322,13 +328,26 @@ class ManagedServer(TrackedSequences):
         rest = text if base is None else text[len(base.full_text) :]
         if base is not None and not (ends_turns and base.tail and without_repeated(base.tail, rest) == rest):
             return self._behind(base, text, rest)
-        ids = drop_doubled_bos(codec.encode(text, add_special_tokens=True), codec.bos_token_id)
+        ids = drop_doubled_bos(self._encoded(text, add_special_tokens=True), codec.bos_token_id)
         return Prompt(text, array("i", ids) if self._for_agents else ids, text)
 
     def _behind(self, base: Call, text: str, rest: str) -> Prompt:
-        inserted = codec_of(self.tokenizer).encode(without_repeated(base.tail, rest), add_special_tokens=False)
+        inserted = self._encoded(without_repeated(base.tail, rest), add_special_tokens=False)
         ids = base.ids + array("i", inserted) if self._for_agents else base.tokens + inserted
         return Prompt(text, ids, rest, base, inserted)
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text; of one that is twice too long for the context as many as show it.
+
+        Megabytes of a tool's output take a minute, in which no other agent is answered.
+        """
+        codec, size = codec_of(self.tokenizer), BEGINNING * (self._length or len(text))
+        while size < len(text):
+            ids = codec.encode(text[:size], add_special_tokens=add_special_tokens)
+            if self._length is not None and len(ids) > 2 * self._length:
+                return ids
+            size *= 4
+        return codec.encode(text, add_special_tokens=add_special_tokens)
 
     def _convert_messages_to_prompt(self, messages: Messages, tools: object = None) -> str:
         rendered = render_keeping_thoughts if self._preserve_think_blocks else render
@@ -358,8 +377,10 @@ class ManagedServer(TrackedSequences):
         ]
 
     async def context_length(self) -> int | None:
-        """Tokens of the engine's context; None where the server does not tell."""
-        return await self.server.context_length() if isinstance(self.server, TokenServer) else None
+        """Tokens of the engine's context; None where the server does not tell, and of no agent."""
+        if self._for_agents and isinstance(self.server, TokenServer):
+            self._length = await self.server.context_length()
+        return self._length
 
     def _tracked(
         self,

@@ -195,6 +195,7 @@ class Gateway:
             rollout = self._agents_rollout(request)
             asked = MESSAGES.parse(json_object(await request.body()), rollout)
             assert asked.chat is not None
+            await rollout.managed.context_length()
             return _json({"input_tokens": len(rollout.managed.prompt_of(asked.chat).ids)})
         except Exception as error:
             return failure(MESSAGES, error)
