@@ -256,6 +256,24 @@ async def test_an_authors_own_client_of_an_engine_gets_the_ids_of_an_agents_prom
     assert given[1][: len(given[0])] == given[0]
 
 
+class TrimmingServer(FakeServer):
+    """Drops the second id of a prompt, so that no prompt begins with what was there before."""
+
+    async def tokens_and_logprobs_completion(self, **kwargs):
+        ids, *rest = await super().tokens_and_logprobs_completion(**kwargs)
+        return [ids[0], *ids[2:]], *rest
+
+
+async def test_a_conversation_goes_further_behind_a_prompt_that_the_engine_changed():
+    managed = managed_of(TrimmingServer(["one", "two", "three"]))
+    messages = [USER]
+    for text in ("one", "two", "three"):
+        reply = await managed.chat_completion(messages=messages)
+        assert reply.choices[0].message.content == text
+        messages = [*messages, said(text), {"role": "user", "content": "more"}]
+    assert managed.get_state()["nodes"][-1].messages == messages[:-1]
+
+
 async def test_what_an_author_writes_into_a_node_reaches_no_later_request():
     server = FakeServer(["one", "two"])
     managed = managed_of(server)

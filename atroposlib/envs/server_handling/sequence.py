@@ -265,15 +265,16 @@ class Lineage:
         if self._walk is not None and call.turns < len(self._walk.turns):
             self._walk = None
         for turn in call.chat.turns[call.turns : -1]:
-            fork = fork.given.setdefault(turn.keys[0], Fork())
+            keys = turn.keys or keys_of(turn.said)  # a generated turn that this call does not continue
+            fork = fork.given.setdefault(keys[0], Fork())
         last = call.chat.turns[-1]
-        keys = (
+        replies = (
             key
             for message in (last.said, last.shown, *others)
             if message
             for key in keys_of(message, is_generated=True)
         )
-        for key in dict.fromkeys(keys):
+        for key in dict.fromkeys(replies):
             fork.replies.setdefault(key, []).append(call)
 
     def _root(self, chat: Conversation) -> Fork:
