@@ -357,7 +357,8 @@ def _earlier(log: Path) -> Path:
 async def _spawn(service: Service) -> asyncio.subprocess.Process:
     """The child with its log appended, its own process group, and our death as its end."""
     service.log.parent.mkdir(parents=True, exist_ok=True)
-    with service.log.open("ab") as log:
+    log = os.open(service.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
         return await asyncio.create_subprocess_exec(
             *service.command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -367,6 +368,9 @@ async def _spawn(service: Service) -> asyncio.subprocess.Process:
             start_new_session=True,
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
+    finally:
+        with contextlib.suppress(OSError):  # a network disk tells here that it refused an earlier process's lines
+            os.close(log)
 
 
 def _die_with_parent() -> None:

@@ -87,6 +87,21 @@ async def test_a_job_that_ends_is_done_and_its_code_is_returned(tmp_path):
     assert await supervised(tmp_path, "raise SystemExit(3)", is_job=True).run() == 3
 
 
+async def test_a_network_disk_that_refused_lines_of_the_log_stops_no_start(tmp_path, monkeypatch):
+    job, close, told = supervised(tmp_path, "raise SystemExit(3)", is_job=True), os.close, []
+
+    def refuses(descriptor):
+        is_log = job.service.log.exists() and os.path.samestat(os.fstat(descriptor), job.service.log.stat())
+        close(descriptor)
+        if is_log:
+            told.append(descriptor)
+            raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "close", refuses)
+    assert await job.run() == 3
+    assert told
+
+
 async def test_a_killed_job_is_started_again(tmp_path):
     child = supervised(tmp_path, DIES_ONCE.format(seen=str(tmp_path / "seen")), is_job=True)
     assert await child.run() == 0
