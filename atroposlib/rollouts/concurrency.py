@@ -94,8 +94,8 @@ class RateMeter:
     _in_flight: list[int] = field(default_factory=list)  # at each look
     _next_mean: float = 0.0  # s; a mean over thousands of groups takes its time
 
-    def look(self, now: float, in_flight: int, least: int) -> float | None:
-        """Return the rate, once `least` groups have told it; None: not yet."""
+    def look(self, now: float, in_flight: int, least: int, hopeless: float = 0.0) -> float | None:
+        """Return the rate, once `least` groups have told it or it is surely below `hopeless`; None: not yet."""
         if not _BUSY * self.limit <= in_flight <= math.ceil(_OVER * self.limit):
             self.since, self._is_marked = now, False
             return None
@@ -104,11 +104,15 @@ class RateMeter:
             self.times.mark()
         self._in_flight.append(in_flight)
         elapsed = now - self.since
-        if len(self.times.took) < least or elapsed < SHORTEST_S or now < self._next_mean:
+        if elapsed < SHORTEST_S or now < self._next_mean:
             return None
         self._next_mean = now + elapsed / 16
         mean, longer = self.times.mean()
-        return sum(self._in_flight) / len(self._in_flight) / mean if longer <= _LONGER and mean > 0 else None
+        if mean <= 0:
+            return None
+        rate = sum(self._in_flight) / len(self._in_flight) / mean  # or less, as long as longer groups are to come
+        is_known = len(self.times.took) >= least and longer <= _LONGER
+        return rate if is_known or rate < hopeless else None
 
 
 GROW, PROBE = 2.0, math.sqrt(2)
@@ -116,8 +120,9 @@ GOLDEN = (3 - math.sqrt(5)) / 2
 STEEP = 1.3  # a doubling that brings this much is followed by another one, else by a smaller step
 CLOSE = 1.5  # neighbours of the best number that are no further away enclose it
 SAME = 0.975  # of the best rate: then fewer groups are preferred
-WORSE = 0.92  # of the best rate ends the climb
+WORSE = 0.95  # of the best rate ends the climb
 CHANGED = 0.7  # a rate at the same number below this share of the known one (or as much above) is another engine
+HOPELESS = 0.7  # of the best rate is all that a number can still reach: it is given up
 FLAT = 8  # times the best number end a climb without a gain
 SEARCH_SHARE = 0.02  # of what the engine gives may be lost by looking again
 AGAIN_S = 30.0  # a rate is believed at least so long
@@ -147,6 +152,11 @@ class Search:
         """Continue from this limit, of which no rate is known; a higher one before it is not tried for a minute."""
         self._known = {} if limit >= self.limit else {self.limit: _Known(0.0, now + 2 * AGAIN_S)}
         self.limit, self.best, self._climbs = limit, None, climbs
+
+    @property
+    def hopeless(self) -> float:
+        """A rate at which the number that is tried is given up."""
+        return HOPELESS * self._known[self.best].rate if self.best not in (None, self.limit) else 0.0
 
     def observe(self, rate: float, now: float, *, took_s: float, most: int = ANY) -> int:
         """Note the rate at `limit`, which was set `took_s` ago; the next limit, at most `most`."""
@@ -293,7 +303,7 @@ class ConcurrencyLimit:
         if math.isnan(self._set_at):
             self._set_at = self._meter.since = now
         least = LEAST_GROUPS if self._search.best is None else max(LEAST_GROUPS, min(self.limit, SURE_GROUPS))
-        rate = self._meter.look(now, in_flight, least)
+        rate = self._meter.look(now, in_flight, least, self._search.hopeless)
         if not in_flight:
             self._samples.clear()
             return self.limit

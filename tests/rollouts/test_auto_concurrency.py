@@ -97,6 +97,11 @@ def test_groups_of_ten_minutes_fill_the_engine_before_one_has_ended(says):
     assert max(engine.limits(60, 300)) <= (80 if says else 256)
 
 
+def test_a_number_at_which_the_engine_collapses_is_given_up_before_its_groups_end():
+    engines = [Engine(lambda n: n / 2 if n <= 66 else 0.7, seed=seed).run(360) for seed in SEEDS]
+    assert shares(engines, 33.0, 180, 360) >= 0.9
+
+
 @pytest.mark.parametrize("says", SAYS.values(), ids=SAYS)
 def test_an_outage_teaches_nothing(says):
     def up(value):
