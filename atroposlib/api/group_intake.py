@@ -24,7 +24,8 @@ from atroposlib.api.schemas import Received, Refused
 from atroposlib.api.state_folder import Change, GroupLost, NewGroup
 from atroposlib.api.store import Snapshot, Store
 
-DUPLICATE = Received(duplicate=True)
+QUEUED = Received(status="received", buffer_size=None, duplicate=None)
+DUPLICATE = Received(status="received", buffer_size=None, duplicate=True)
 
 
 class GroupIntake:
@@ -123,10 +124,12 @@ class GroupIntake:
             if new.buffered:
                 completed += self._live.put_buffered(new.group)
                 buffer = self._live.queue.buffers.get(new.group.env_id or 0)
-                receipts.append(Received(status="buffered", buffer_size=buffer.sequences if buffer else 0))
+                receipts.append(
+                    Received(status="buffered", buffer_size=buffer.sequences if buffer else 0, duplicate=None)
+                )
             else:
                 self._live.queue.pool.put(new.group)
-                receipts.append(Received())
+                receipts.append(QUEUED)
         if completed:
             await self._store.change(Change(completed=completed))
         return receipts

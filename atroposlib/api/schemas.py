@@ -192,7 +192,7 @@ class EnvStatus(BaseModel):
 class Received(BaseModel):
     """A group is on disk: in the queue, or in its environment's buffer."""
 
-    status: str = Field("received", description="`received` or `buffered`.")
+    status: str = Field(description="`received` or `buffered`.")
     buffer_size: int | None = Field(None, description="Sequences in the environment's buffer.")
     duplicate: bool | None = Field(None, description="True: it was stored before and is not stored again.")
 
