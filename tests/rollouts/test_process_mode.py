@@ -751,7 +751,11 @@ async def test_a_settled_item_journals_nothing_more(tmp_path):
     class StragglingEnv(CountingEnv):
         async def collect_trajectories(self, item):
             work = current_work.get()
-            seen.append(OneByOne(self.current_run.journal, streams=False, seed=None).applies(GenerationRequest({})))
+            seen.append(
+                OneByOne(self.current_run.journal, streams=False, seed=None).applies(
+                    "chat_completion", GenerationRequest({})
+                )
+            )
             self.works.append(work)
             return await super().collect_trajectories(item)
 
@@ -761,7 +765,9 @@ async def test_a_settled_item_journals_nothing_more(tmp_path):
     await env.process_manager()
     assert all(seen)
     current_work.set(env.works[0])
-    assert not OneByOne(env.current_run.journal, streams=False, seed=None).applies(GenerationRequest({}))
+    assert not OneByOne(env.current_run.journal, streams=False, seed=None).applies(
+        "chat_completion", GenerationRequest({})
+    )
 
 
 async def test_a_name_with_a_slash_makes_file_names_without_one(tmp_path):
