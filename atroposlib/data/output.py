@@ -4,8 +4,9 @@ The name chooses: `.parquet` (needs `pyarrow`), `.jsonl.zst` (compressed), else 
 written, such as `.csv`, are refused.
 
 A parquet column has one type, in which every object has the same keys. Where a message, a tool call or a part of a
-content lacks a key that another one has, it is null. Anything else that differs in its keys, and always the arguments
-of a call and the definitions of tools, is JSON text: in a common type each would get the keys of all others.
+content lacks a key that another one has, it is null; where that would make an image of a text, the file is refused.
+Anything else that differs in its keys, and always the arguments of a call and the definitions of tools, is JSON text:
+in a common type each would get the keys of all others.
 """
 
 import glob
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _ALWAYS_TEXT = ("arguments", "tools")
 _FUNCTIONS = ("function", "function_call")
+_MEDIA = {"image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio"}
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
@@ -113,6 +115,11 @@ def _merged(left: Shape, right: Shape, place: str) -> Shape:
         return _SCALARS[float]
     if kinds == {"list"}:
         return Shape("list", item=_merged(left.item or _NULL, right.item or _NULL, f"{place}[]"))
+    if place.endswith("content[]") and (odd := _MEDIA & (left.fields.keys() ^ right.fields.keys())):
+        raise DataError(
+            f"a part of {place[:-2]} has the key {min(odd)} and another has not; parquet gives it to both, and the chat "
+            "templates of many models would take both for an image; write .jsonl instead"
+        )
     if kinds == {"object"} and (left.is_open or left.fields.keys() == right.fields.keys()):
         try:
             return Shape("object", _merged_fields(left.fields, right.fields, f"{place}."), is_open=left.is_open)

@@ -226,6 +226,12 @@ def test_parquet_keeps_the_arguments_of_calls_as_text(tmp_path):
 MIXED = {
     "text and parts": ([{"content": "a"}], [{"content": [{"type": "text"}]}], r"m\[\]\.content is text .* list"),
     "a number beyond 64 bits": (1, 1 << 63, "beyond the 64 bits"),
+    "images": ([], [{"content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}], "an image"),
+    "images elsewhere": (
+        [{"content": [{"text": "a"}]}],
+        [{"content": [{"image": "u"}]}],
+        "has the key image and anoth",
+    ),
 }
 
 
