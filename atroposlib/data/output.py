@@ -117,8 +117,8 @@ def _merged(left: Shape, right: Shape, place: str) -> Shape:
         return Shape("list", item=_merged(left.item or _NULL, right.item or _NULL, f"{place}[]"))
     if place.endswith("content[]") and (odd := _MEDIA & (left.fields.keys() ^ right.fields.keys())):
         raise DataError(
-            f"a part of {place[:-2]} has the key {min(odd)} and another has not; parquet gives it to both, and the chat "
-            "templates of many models would take both for an image; write .jsonl instead"
+            f"a part of {place[:-2]} has the key {min(odd)} and another has not; parquet gives it to both, and "
+            "chat templates of many models would take both for an image; write .jsonl instead"
         )
     if kinds == {"object"} and (left.is_open or left.fields.keys() == right.fields.keys()):
         try:
