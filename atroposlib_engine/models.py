@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from atroposlib_engine.gguf_files import context_length, read_gguf, write_q8_0, 
 
 _MANIFEST = "manifest.json"
 _TOKENIZER = "tokenizer"
+_LONGEST_MAKING_S = 86_400.0
 Say = Callable[[str], None]
 
 
@@ -208,7 +210,14 @@ def _write_manifest(making: Path, *, gguf: str, context: int) -> None:
 
 @contextlib.contextmanager
 def built_beside(parent: Path, target: Path) -> Iterator[Path]:
-    """A new folder next to `target` that takes its place when the body succeeds, and is removed when it does not."""
+    """A new folder next to `target` that takes its place when the body succeeds, and is removed when it does not.
+
+    Those that killed processes left there a day ago are removed, too.
+    """
+    for stale in parent.glob(".*.making.*"):
+        with contextlib.suppress(OSError):  # finished meanwhile
+            if time.time() - stale.stat().st_mtime > _LONGEST_MAKING_S:
+                shutil.rmtree(stale, ignore_errors=True)
     making = Path(tempfile.mkdtemp(prefix=f".{target.name}.making.", dir=parent))
     try:
         yield making

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -178,6 +179,15 @@ def test_a_gguf_path_is_taken_as_it_is_with_a_tokenizer_in_the_cache(index, tmp_
     assert first.context == 64
     assert AutoTokenizer.from_pretrained(first.tokenizer_dir).encode("hi") == [4]
     assert resolve_model(str(own)) == first
+
+
+def test_what_was_left_unfinished_a_day_ago_is_removed_and_what_is_being_made_is_not(index, tmp_path):
+    left, made_now = (tmp_path / "cache" / "files" / f".{name}.making.abc" for name in ("other", "new"))
+    for folder in (left, made_now):
+        folder.mkdir(parents=True)
+    os.utime(left, (0, 0))
+    resolve_model(str(tmp_path / "Tiny.Q4_1.gguf"))
+    assert (left.exists(), made_now.exists()) == (False, True)
 
 
 REFUSED = {
