@@ -375,9 +375,8 @@ def _typed_flags(texts: Mapping[str, list[str]], models: Mapping[str, type[BaseM
 
 
 def _check_yaml(config: Mapping[str, object], models: Mapping[str, type[BaseModel]]) -> None:
-    refuse_unknown(
-        map(str, config), [*(name for name in models if name), *models[""].model_fields], what="key in the YAML file"
-    )
+    sections = [*(name for name in models if name), *models[""].model_fields, *_LEGACY[""]]
+    refuse_unknown(map(str, config), sections, what="key in the YAML file")
     for name, model in models.items():
         section = config.get(name) if name else None
         if isinstance(section, list) and issubclass(model, BaseEnvConfig):
@@ -393,8 +392,8 @@ def _check_yaml(config: Mapping[str, object], models: Mapping[str, type[BaseMode
                 )
 
 
-_LEGACY = {OPENAI_NAMESPACE: ("weight",)}
-"""Settings that older YAML files carry; accepted and ignored."""
+_LEGACY = {OPENAI_NAMESPACE: ("weight",), "": ("tinker",)}
+"""Settings that older YAML files carry, and the section of tinker-atropos, a trainer that reads the same file; ignored."""
 
 
 def _mode_defaults(mode: Mode, env_cls: type[CliEnv], config: BaseEnvConfig) -> dict[str, object]:

@@ -182,7 +182,7 @@ def test_wrong_yaml_is_refused_in_one_sentence(tmp_path, text, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "env:\nopenai:\n", "openai: {weight: 1.0}\n"])
+@pytest.mark.parametrize("text", ["", "env:\nopenai:\n", "openai: {weight: 1.0}\ntinker: {lora_rank: 32}\n"])
 def test_empty_and_old_yaml_files_are_fine(tmp_path, text):
     assert settings(*config_file(tmp_path, text)).env.group_size == 8
 
