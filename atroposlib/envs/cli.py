@@ -393,7 +393,7 @@ def _check_yaml(config: Mapping[str, object], models: Mapping[str, type[BaseMode
 
 
 _LEGACY = {OPENAI_NAMESPACE: ("weight",), "": ("tinker",)}
-"""Settings that older YAML files carry, and the section of tinker-atropos, a trainer that reads the same file; ignored."""
+"""Settings of older YAML files, and the section of tinker-atropos, a trainer that reads the same file; ignored."""
 
 
 def _mode_defaults(mode: Mode, env_cls: type[CliEnv], config: BaseEnvConfig) -> dict[str, object]:
