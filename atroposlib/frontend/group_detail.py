@@ -41,7 +41,7 @@ def group_detail(record: Mapping[str, Json]) -> JsonObject:
             "score": score,
             "finish": _at(record, "finish_reasons", index),
             "messages": _rest(_at(record, "messages", index), shared),
-            "tokens": len(_at(record, "tokens", index) or ()),
+            "tokens": len(ids) if isinstance(ids := _at(record, "tokens", index), list) else 0,
             "facts": {
                 key: value[index]
                 for key, value in per_response.items()
@@ -117,7 +117,10 @@ def subset(record: Mapping[str, Json], indices: list[int]) -> JsonObject:
         key: [value[index] for index in indices] if _is_per_response(key, value, count) else value
         for key, value in record.items()
     }
-    return rest | {"group_overrides": {**(record.get("group_overrides") or {}), "group_size": len(indices)}}
+    overrides = record.get("group_overrides")
+    return rest | {
+        "group_overrides": {**(overrides if isinstance(overrides, dict) else {}), "group_size": len(indices)}
+    }
 
 
 def _is_per_response(key: str, value: object, count: int) -> bool:

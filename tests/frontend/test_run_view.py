@@ -474,6 +474,15 @@ def test_groups_are_found_when_a_running_job_has_compressed_their_file(tmp_path)
     assert list(zip(places, found, strict=True)) == [("a.jsonl.zst:1", "a.jsonl"), ("b.jsonl:1", "b.jsonl")]
 
 
+def test_a_group_whose_ids_and_settings_are_of_other_kinds_is_shown_and_exported(tmp_path):
+    odd = {**group([1.0, 0.0], "t"), "tokens": [1, 2], "group_overrides": ["x"]}
+    client = make_client(write_groups(tmp_path / "a.jsonl", [odd]))
+    assert [each["tokens"] for each in client.get("/api/group?at=a.jsonl:1").json()["responses"]] == [0, 0]
+    line = client.get("/api/rollouts.jsonl", params={"min_score": 0.5}).json()
+    assert (line["scores"], line["group_overrides"]) == ([1.0], {"group_size": 1})
+    assert client.get("/").status_code == 200
+
+
 def test_a_group_of_which_no_response_has_a_finite_score_is_shown(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"scores": [Infinity, NaN], "tokens": [[1], [1]], "masks": [[1], [1]], "messages": ["a", "b"]}\n')
