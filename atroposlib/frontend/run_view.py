@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from atroposlib.api.auth import names_this_machine
 from atroposlib.data.dpo import PairRules, choose_pairs
 from atroposlib.data.lazy_group import LazyGroup, SearchText
-from atroposlib.data.rollout_files import Line, run_name
+from atroposlib.data.rollout_files import KINDS, Line, run_name
 from atroposlib.data.stats import read_failures
 from atroposlib.data.table import FINISH_REASONS, Table, read_group, table_of
 from atroposlib.errors import AtroposError, ConfigError
@@ -143,14 +143,15 @@ class View:
         return f"{self.names(table)[0][group['file']]}:{group['line']}"
 
     def row(self, table: Table, place: str) -> int:
-        """The group at an address; 404 when there is none."""
+        """The group at an address, also of a file that was compressed since; 404 when there is none."""
         label, _, line = place.rpartition(":")
-        files = [at for at, path in enumerate(table.files) if f"/{path}".endswith(f"/{label}")]
         number = int(line) if line.isdecimal() and len(line) < 12 else -1
-        rows = np.flatnonzero(np.isin(table.groups["file"], files) & (table.groups["line"] == number))
-        if not len(rows):
-            raise HTTPException(404, f"there is no group {place[:200]}; {len(table.groups)} are known")
-        return int(rows[0])
+        for suffix in ("", *KINDS):
+            files = [at for at, path in enumerate(table.files) if f"/{path}".endswith(f"/{label}{suffix}")]
+            rows = np.flatnonzero(np.isin(table.groups["file"], files) & (table.groups["line"] == number))
+            if len(rows):
+                return int(rows[0])
+        raise HTTPException(404, f"there is no group {place[:200]}; {len(table.groups)} are known")
 
     def matching(self, table: Table, query: Query) -> tuple[Array, int]:
         """[responses] of bool, and how many groups a search has still to read."""

@@ -472,6 +472,7 @@ def test_groups_are_found_when_a_running_job_has_compressed_their_file(tmp_path)
     places = [each["at"] for each in groups_of(client)["groups"]]
     found = [client.get("/api/group", params={"at": place}).json()["about"]["item_key"] for place in places]
     assert list(zip(places, found, strict=True)) == [("a.jsonl.zst:1", "a.jsonl"), ("b.jsonl:1", "b.jsonl")]
+    assert client.get("/api/group", params={"at": "a.jsonl:1"}).json()["at"] == "a.jsonl.zst:1"  # from a bookmark
 
 
 def test_a_group_whose_ids_and_settings_are_of_other_kinds_is_shown_and_exported(tmp_path):
