@@ -39,10 +39,11 @@ logger = logging.getLogger(__name__)
 
 DISK_FULL_DEADLINE_S = 600.0
 DISK_FULL_RETRY_S = 2.0
+LOST_ITS_END = "lost lines after the disk had taken them"
 
 
 class FileGoneError(OSError):
-    """A file that is open was removed or moved: what is written to it would not be found again."""
+    """A file that is open was removed or moved, or lost its end: what is written to it would not be found again."""
 
 
 class AppendFile:
@@ -62,11 +63,13 @@ class AppendFile:
         """Append all of `data` or nothing of it.
 
         Raises:
-            FileGoneError: the file is not at `path` any more; nothing was appended.
+            FileGoneError: the file is not at `path` any more, or shorter than it was; nothing was appended.
             OSError: nothing was appended, or what was cannot be cut off yet.
         """
         if not is_file_at(self.path, self.descriptor):
             raise FileGoneError(errno.ESTALE, f"{self.path.name} was removed or moved while it was written")
+        if self.is_short:
+            raise FileGoneError(errno.EIO, f"{self.path.name} {LOST_ITS_END}")
         self._cut()
         rest = memoryview(data)
         try:
@@ -78,6 +81,14 @@ class AppendFile:
                 self._cut()
             raise
         self.size += len(data)
+
+    @property
+    def is_short(self) -> bool:
+        """Less is there than was written: a network disk that is full or became read-only drops what it had taken."""
+        try:
+            return self.path.stat().st_size < self.size
+        except OSError:  # it is gone
+            return False
 
     def close(self) -> None:
         """Close the file; that a network disk refuses what was written is logged."""
@@ -130,6 +141,7 @@ class ShardWriter:
         self._index_owed = b""
         self.written: deque[ItemLines] = deque()  # for whoever counts them to take away
         self.is_dirty = False  # something was written since the last `duplicates`
+        self.short: Path | None = None  # a file that lost its end
         self.on_shard_complete: Callable[[Path], object] = lambda path: None
 
     def write(self, waiting: deque[ItemLines]) -> None:
@@ -167,6 +179,7 @@ class ShardWriter:
 
     def close(self) -> None:
         sync_and_close([file.descriptor for file in self._files_open()])
+        self.short = next((file.path for file in self._files_open() if file.is_short), self.short)
 
     def _files_open(self) -> list[AppendFile]:
         return [file for file in (self._shard, self._index) if file is not None]
@@ -190,9 +203,11 @@ class ShardWriter:
         if self._shard is not None:
             self.write_index([])  # whoever compresses it takes away what the index would be made of again
             sync_and_close([os.dup(self._index.descriptor), self._shard.descriptor])
-            finished = self._files.rollouts(self._number)
-            self._shard = None
-            self.on_shard_complete(finished)
+            finished, self._shard = self._shard, None
+            if finished.is_short:
+                self.short = finished.path
+                raise FileGoneError(errno.EIO, f"{finished.path.name} {LOST_ITS_END}")
+            self.on_shard_complete(finished.path)
         self._shard = AppendFile(self._files.rollouts(self._number + 1))
         self._number += 1
         self._lines = 0
@@ -309,7 +324,10 @@ class RolloutFiles:
             await asyncio.to_thread(sync_and_close, copies)
 
     def close(self) -> None:
-        """Finish pending writes, sync, and let another process write this run."""
+        """Finish pending writes, sync, and let another process write this run.
+
+        DiskError when a file lost its end; everything is closed then, too.
+        """
         self._is_closed = True
         if self._writing is not None:
             self._writing.cancel()
@@ -327,7 +345,12 @@ class RolloutFiles:
         self._shards.close()
         if self._acked is not None:
             sync_and_close([self._acked.descriptor])
-        os.close(self._lock)
+        if short := self._shards.short:
+            with contextlib.suppress(OSError):
+                self.files.sidecar("index").unlink()  # the next start reads what is there
+        _close(self._lock)
+        if short:
+            raise DiskError(f"{short} {LOST_ITS_END}; give the same command again, which does their items again")
 
     async def _write_waiting(self) -> None:
         """Write what waits, and what comes to wait meanwhile, in as few pieces as possible."""

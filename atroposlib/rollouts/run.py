@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Never, Protocol
 
 from atroposlib.data.rollout_files import html_twin
-from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.errors import AtroposError, ConfigError, DiskError
 from atroposlib.json_lines import as_json
 from atroposlib.paths import expand_path, write_text_atomic
 from atroposlib.rollouts.concurrency import ConcurrencyLimit, queued, running
@@ -438,8 +438,13 @@ class Run:
         gc.unfreeze()
         if self.journal:
             self.journal.close()
+        dropped: DiskError | None = None
         if self.files:
-            self.files.close()
+            try:
+                self.files.close()
+            except DiskError as error:
+                dropped = error
+                self.progress.state, self.progress.last_error = "failed", describe_error(error)
             if self.shared:
                 self.shared.leases.close()  # what is not done is for the others
             self.progress.rollouts = list(self.files.files.shards().values())
@@ -448,6 +453,8 @@ class Run:
         self.progress.sample()
         self.progress.write()
         self._display.stop()
+        if dropped is not None:
+            raise dropped
 
 
 def _facts(run: Run) -> Facts:

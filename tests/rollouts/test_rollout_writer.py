@@ -639,6 +639,25 @@ def test_a_network_disk_that_refuses_at_the_end_what_was_written_ends_nothing(tm
     assert "maybe not on the disk itself: [Errno 30] Read-only file system" in caplog.text
 
 
+@pytest.mark.parametrize("per_shard", [2, 100])
+async def test_lines_that_a_network_disk_dropped_after_it_took_them_are_missed_and_their_items_done_again(
+    tmp_path, per_shard
+):
+    files = sharded(tmp_path)
+    writer = open_run(files, per_shard=per_shard)
+    for number in range(2):
+        await writer.append([record(number, writer)])
+    first = files.rollouts(1)
+    os.truncate(first, first.read_bytes().index(b"\n") + 1)
+    with pytest.raises(OSError, match=r"0001\.jsonl lost lines after the disk had taken them"):
+        await writer.append([record(2, writer)])
+    with pytest.raises(DiskError, match="give the same command again"):
+        writer.close()
+    again = open_run(files, per_shard=per_shard)
+    assert again.ledger.done == {"0"}
+    again.close()
+
+
 async def test_a_folder_of_many_shards_is_seldom_listed_and_never_by_the_event_loop(tmp_path, monkeypatch):
     await write(sharded(tmp_path), range(3), per_shard=1, sends=True)
     listing, threads = RunFiles.shards, list[threading.Thread]()
