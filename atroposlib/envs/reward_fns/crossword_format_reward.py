@@ -8,7 +8,7 @@ from atroposlib.envs.reward_fns.reward_function import Completion, RewardFunctio
 
 ANSWER = re.compile(r"\d+-(?:Across|Down):\s+[A-Z\s]+", re.IGNORECASE)
 
-_ANSWER_WORD = re.compile(r"(?:Across|Down):\s+([^\s,;]+)", re.IGNORECASE)
+_ANSWER_WORD = re.compile(r"(?:Across|Down):[ \t]+([^\s,;]+)", re.IGNORECASE)  # no heading of a list of clues
 
 
 @registry.register

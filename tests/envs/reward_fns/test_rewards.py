@@ -205,6 +205,7 @@ CROSSWORDS = {
     "well formed": ("1-Across: CAT", {}, 1.0),
     "with a full stop": ("1-Across: CAT.", {}, 1.0),
     "lower case": ("2-down: dog", {}, 1.0),
+    "headings": ("Across:\n1. a pet\n\n1-Across: CAT", {}, 1.0),
     "none": ("The answer is CAT", {}, 0.0),
     "a digit": ("1-Across: CAT, 2-Down: D0G", {}, 0.0),
     "a digit allowed": ("1-Across: CAT, 2-Down: D0G", {"penalize_invalid_chars": False}, 1.0),
