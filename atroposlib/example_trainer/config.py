@@ -26,7 +26,6 @@ from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.losses import (
     AdvantageKind,
     Aggregation,
-    KLControl,
     KLKind,
     MaxEntNLL,
     MismatchKind,
@@ -151,23 +150,7 @@ class BatchSettings(RecipeSettings):
 class LossSettings(RecipeSettings):
     """The objective. A null takes the value of the objective's row in the table of docs/trainer.md."""
 
-    objective: Literal[
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "gspo",
-        "gspo_token",
-        "cispo",
-        "sapo",
-        "reinforce",
-        "rloo",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "lite_ppo",
-        "distill",
-        "maxent",
-        "xdr_grpo",
-    ] = "grpo"
+    objective: Literal[tuple(PRESETS)] = "grpo"  # pyright: ignore[reportInvalidTypeForm]
     aggregation: Aggregation | None = None
     clip_eps: PositiveFloat | None = Field(None, description="Ratios below 1 - clip_eps get no gradient when A < 0.")
     clip_eps_high: PositiveFloat | None = Field(None, description="Ratios above 1 + clip_eps_high, when A > 0.")
@@ -203,8 +186,6 @@ class KLSettings(RecipeSettings):
     kl_is_correct: bool = Field(False, description="Multiply the KL term by the policy ratio (DeepSeek-V3.2).")
     kl_target: NonNegativeFloat | None = Field(None, description="Nats per token; null: beta stays.")
     kl_horizon: NonNegativeFloat | None = Field(None, description="How slowly beta follows.")
-    kl_control: KLControl = "ziegler"
-    kl_ctl_step_size: PositiveFloat = 0.15
 
 
 class MaxEntSettings(RecipeSettings):
@@ -220,7 +201,6 @@ class MaxEntSettings(RecipeSettings):
     maxent_tau_lr: PositiveFloat = 0.05
     maxent_tau_min: PositiveFloat = 0.01
     maxent_tau_max: PositiveFloat = 10.0
-    maxent_tau_warmup_steps: NonNegativeInt = 0
 
 
 class ConnectionSettings(RecipeSettings):

@@ -223,16 +223,13 @@ class Learner:
         self.ranks = Ranks(self.policy.device)
         self.optimizer = make_optimizer(config, self.policy)
         self.scheduler = make_scheduler(config, self.optimizer)
-        self.kl = KLController(
-            config.init_kl_coeff, config.kl_target, config.kl_horizon, config.kl_control, config.kl_ctl_step_size
-        )
+        self.kl = KLController(config.init_kl_coeff, config.kl_target, config.kl_horizon)
         self.tau = TauController(
             config.maxent_tau,
             config.maxent_target_weight_entropy,
             config.maxent_tau_lr,
             tau_min=config.maxent_tau_min,
             tau_max=config.maxent_tau_max,
-            warmup_steps=config.maxent_tau_warmup_steps,
         )
         self.step = 0
 
@@ -373,7 +370,7 @@ def _facts(step: StepPlan, rows: Sequence[TrainingRow], config: TrainingConfig) 
         "batch/reward_std": float(step.rewards.std(correction=0)),
         "batch/sequences": len(rows),
         "batch/groups": step.groups.count,
-        "batch/zero_signal_groups": step.zero_signal_groups,
+        "batch/zero_signal_groups": int(step.groups.is_constant(step.rewards).sum()),
         "batch/tokens": step.totals.tokens,
         "batch/length_mean": sum(lengths) / len(lengths),
         "batch/length_max": max(lengths),

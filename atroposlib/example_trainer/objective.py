@@ -8,7 +8,7 @@ the micro-batches is the step's loss.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from atroposlib.errors import DataError
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.data import TrainingRow
 from atroposlib.example_trainer.layout import MicroBatch, token_advantages
-from atroposlib.example_trainer.losses import KLControl, maxent, policy
+from atroposlib.example_trainer.losses import maxent, policy
 from atroposlib.example_trainer.losses.advantages import Groups, overlong_penalty, row_advantages
 from atroposlib.example_trainer.losses.policy import (
     StepTotals,
@@ -42,11 +42,6 @@ class StepPlan:
     totals: StepTotals
     signal: Tensor  # [N] bool: the row can have a gradient; others are never put through the model
     weight_entropy: float | None = None  # mean over groups, nats
-
-    @property
-    def zero_signal_groups(self) -> int:
-        """Groups whose rewards are all equal."""
-        return int(self.groups.is_constant(self.rewards).sum())
 
 
 def plan(
@@ -196,22 +191,17 @@ def micro_loss(
 
 def _policy_loss(config: TrainingConfig, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     row = config.preset
+    clip = {"eps_low": row.eps_low, "eps_high": row.eps_high}
     if row.loss == "clipped":
-        return policy.clipped(
-            logp, old_logp, advantages, eps_low=row.eps_low, eps_high=row.eps_high, delta=config.clip_delta
-        )
-    if row.loss == "gspo":
-        return policy.gspo(logp, old_logp, advantages, mask, eps_low=row.eps_low, eps_high=row.eps_high)
-    if row.loss == "gspo_token":
-        return policy.gspo_token(logp, old_logp, advantages, mask, eps_low=row.eps_low, eps_high=row.eps_high)
+        return policy.clipped(logp, old_logp, advantages, **clip, delta=config.clip_delta)
+    if row.loss in ("gspo", "gspo_token"):
+        return policy.gspo(logp, old_logp, advantages, mask, **clip, by_token=row.loss == "gspo_token")
     if row.loss == "cispo":
         low = max(0.0, 1 - row.eps_low)
         return policy.cispo(logp, old_logp, advantages, ratio_min=low, ratio_max=1 + row.eps_high)
     if row.loss == "sapo":
         return policy.sapo(logp, old_logp, advantages)
-    if row.loss == "distill":
-        return torch.zeros_like(logp)
-    return policy.reinforce(logp, advantages)
+    return torch.zeros_like(logp) if row.loss == "distill" else policy.reinforce(logp, advantages)
 
 
 def _old_logp(config: TrainingConfig, micro: MicroBatch, logp: Tensor) -> Tensor:
@@ -237,29 +227,23 @@ def _mean_entropy(weights: Tensor, groups: Groups) -> float:
 class KLController:
     """Raises beta while the KL is above its target and lowers it below; multiplicative, so a beta of 0 stays 0.
 
-    ziegler: beta *= 1 + e * samples / horizon, e clipped to +-0.2 (arXiv:1909.08593, TRL, verl).
-    step:    beta *= 1 + e / horizon, e clipped to +-`step_size` (maxent-grpo).
-    with e = clip(kl / target - 1). Off when target or horizon is not above 0; a KL that is not finite changes nothing.
+    beta *= 1 + e * samples / horizon with e = kl / target - 1, clipped to +-0.2 (arXiv:1909.08593, TRL, verl). Off when
+    target or horizon is not above 0; a KL that is not finite changes nothing.
     """
 
     beta: float
     target: float | None = None
     horizon: float | None = None
-    kind: KLControl = "ziegler"
-    step_size: float = 0.15
 
     @property
     def is_on(self) -> bool:
-        return min(self.beta, self.target or 0, self.horizon or 0, self.step_size) > 0
+        return min(self.beta, self.target or 0, self.horizon or 0) > 0
 
     def update(self, kl: float, samples: int) -> float:
         """Note the mean KL of one step over `samples` sequences; the new beta."""
-        limit = 0.2 if self.kind == "ziegler" else self.step_size
-        if not self.is_on or not self.target or not self.horizon or not math.isfinite(kl):
-            return self.beta
-        error = min(max(kl / self.target - 1, -limit), limit)
-        steps = samples if self.kind == "ziegler" else 1
-        self.beta = max(0.0, self.beta * (1 + error * steps / self.horizon))
+        if self.is_on and self.target and self.horizon and math.isfinite(kl):
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.beta = max(0.0, self.beta * (1 + error * samples / self.horizon))
         return self.beta
 
 
@@ -276,14 +260,11 @@ class TauController:
     decay: float = 0.9
     tau_min: float = 0.01
     tau_max: float = 10.0
-    warmup_steps: int = 0
-    ema: float | None = field(default=None)
-    steps: int = field(default=0)
+    ema: float | None = None
 
     def update(self, entropy: float) -> float:
         """Note the mean weight entropy (nats) of one step; the new tau."""
-        self.steps += 1
-        if self.target_entropy is None or self.steps <= self.warmup_steps or not math.isfinite(entropy):
+        if self.target_entropy is None or not math.isfinite(entropy):
             return self.tau
         self.ema = entropy if self.ema is None else self.decay * self.ema + (1 - self.decay) * entropy
         tau = math.exp(math.log(self.tau) + self.rate * (self.target_entropy - self.ema))
@@ -291,12 +272,12 @@ class TauController:
         return self.tau
 
 
-def controller_state(kl: KLController, tau: TauController) -> dict[str, dict[str, float | int | None]]:
+def controller_state(kl: KLController, tau: TauController) -> dict[str, dict[str, float | None]]:
     """Return what a checkpoint keeps of both."""
-    return {"kl": {"beta": kl.beta}, "tau": {key: asdict(tau)[key] for key in ("tau", "ema", "steps")}}
+    return {"kl": {"beta": kl.beta}, "tau": {"tau": tau.tau, "ema": tau.ema}}
 
 
-def restore_controllers(kl: KLController, tau: TauController, state: dict[str, dict[str, float | int | None]]) -> None:
+def restore_controllers(kl: KLController, tau: TauController, state: dict[str, dict[str, float | None]]) -> None:
     """Put back what `controller_state` gave; settings stay the current config's, and a beta or tau that none moves."""
     if kl.is_on:
         kl.beta = float(state["kl"]["beta"] or kl.beta)
@@ -304,4 +285,3 @@ def restore_controllers(kl: KLController, tau: TauController, state: dict[str, d
         tau.tau = float(state["tau"]["tau"] or tau.tau)
     ema = state["tau"]["ema"]
     tau.ema = None if ema is None else float(ema)
-    tau.steps = int(state["tau"]["steps"] or 0)

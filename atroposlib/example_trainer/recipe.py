@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -61,18 +61,6 @@ def require_torch() -> None:
         )
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help that looks like that of the other commands."""
-
-    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
-        """Begin with a capital, as click does."""
-        super().add_usage(usage, actions, groups, prefix or "Usage: ")
-
-    def start_section(self, heading: str | None) -> None:
-        """Begin with a capital, as click does."""
-        super().start_section(heading and heading.capitalize())
-
-
 class RecipeParser(argparse.ArgumentParser):
     """Refuses unknown flags with the nearest known one."""
 
@@ -93,7 +81,7 @@ def parser_of(config: type[BaseModel], description: str, examples: str) -> Recip
         usage="%(prog)s [OPTIONS]",
         description=description,
         epilog=examples,
-        formatter_class=_Help,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="YAML", help="Recipe; flags override it.")

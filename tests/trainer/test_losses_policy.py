@@ -71,7 +71,7 @@ CASES = {
         [[-0.161203, -0.161203, -0.161203], [0.226209, 0.226209, 0]],
     ),
     "L-9 gspo_token has the same value and gradient": (
-        lambda logp: policy.gspo_token(logp, OLD, A, MASK, eps_low=0.2, eps_high=0.2),
+        lambda logp: policy.gspo(logp, OLD, A, MASK, eps_low=0.2, eps_high=0.2, by_token=True),
         "seq_mean_token_mean",
         -0.031189,
         [[-0.161203, -0.161203, -0.161203], [0.226209, 0.226209, 0]],
@@ -163,7 +163,7 @@ def test_l14_grpo_plus_kl():
 ON_POLICY = {
     "grpo": (lambda logp, old: policy.clipped(logp, old, A), "seq_mean_token_mean"),
     "gspo": (lambda logp, old: policy.gspo(logp, old, A, MASK), "seq_mean_token_mean"),
-    "gspo_token": (lambda logp, old: policy.gspo_token(logp, old, A, MASK), "seq_mean_token_mean"),
+    "gspo_token": (lambda logp, old: policy.gspo(logp, old, A, MASK, by_token=True), "seq_mean_token_mean"),
     "cispo": (lambda logp, old: policy.cispo(logp, old, A), "token_mean"),
     "reinforce": (lambda logp, old: policy.reinforce(logp, A), "token_mean"),
 }

@@ -56,24 +56,26 @@ def clipped(
 
 
 def gspo(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float = 3e-4, eps_high: float = 4e-4
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    eps_low: float = 3e-4,
+    eps_high: float = 4e-4,
+    by_token: bool = False,
 ) -> Tensor:
     """The clipped loss with one ratio per sequence, s = exp(mean_t(logp - old_logp)), the same value for all tokens.
 
-    Source: GSPO, arXiv:2507.18071.
+    Args:
+        by_token: s_t = sg(s) exp(logp - sg(logp)): the same value, but advantages may differ per token.
+
+    Source: GSPO and GSPO-token, arXiv:2507.18071.
     """
-    return _clip_loss(sequence_log_ratio(logp, old_logp, mask).exp(), advantages, eps_low, eps_high).expand_as(logp)
-
-
-def gspo_token(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float = 3e-4, eps_high: float = 4e-4
-) -> Tensor:
-    """GSPO with s_t = sg(s) exp(logp - sg(logp)): the same value, but advantages may differ per token.
-
-    Source: GSPO-token, arXiv:2507.18071.
-    """
-    sequence = sequence_log_ratio(logp, old_logp, mask).detach().exp()
-    return _clip_loss(sequence * (logp - logp.detach()).exp(), advantages, eps_low, eps_high)
+    ratios = sequence_log_ratio(logp, old_logp, mask).exp()
+    if by_token:
+        ratios = ratios.detach() * (logp - logp.detach()).exp()
+    return _clip_loss(ratios, advantages, eps_low, eps_high).expand_as(logp)
 
 
 def cispo(
@@ -227,9 +229,6 @@ class StepTotals:
         """Counts of one mask [B,T]."""
         lengths = mask.sum(-1)
         return cls(len(mask), int((lengths > 0).sum()), int(lengths.sum()))
-
-    def __add__(self, other: "StepTotals") -> "StepTotals":
-        return StepTotals(self.rows + other.rows, self.sequences + other.sequences, self.tokens + other.tokens)
 
 
 def token_weights(how: Aggregation, mask: Tensor, totals: StepTotals, max_tokens: int | None = None) -> Tensor:
