@@ -24,7 +24,7 @@ from atroposlib.type_definitions import JsonObject
 _VLLM_SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 _MAPS_GPU = ["--weight-transfer-config", '{"backend": "ipc"}']
 _READS_PICKLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""What vLLM needs for `sync_from: gpu`: whoever reaches its port, here of this host only, can run code in it."""
+"""Settings of vLLM for `sync_from: gpu`: whoever reaches its port, here of this host only, can run code in it."""
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
