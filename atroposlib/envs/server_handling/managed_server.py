@@ -67,9 +67,6 @@ __all__ = ["ChatRequest", "DummyManagedServer", "ManagedServer", "ManagedServerA
 
 logger = logging.getLogger(__name__)
 
-BEGINNING = 12
-"""So many characters for each token of its context an agent's prompt is tokenized at first."""
-
 MOST_WHOLE = 2
 """Sequences of an agent that are held in one piece; of all others each call holds what it adds."""
 
@@ -199,17 +196,16 @@ class ManagedServer(TrackedSequences):
     def _message(self, call: Call, request: ChatRequest, prompt: str, opening: str) -> tuple[Message, Message]:
         """Return the assistant's message as the caller gets it, and as it is recorded."""
         text = before_stop(call.text, request.sampling.get("stop")) if self._for_agents else call.text
-        translator = self._translator
-        if translator is None:
-            message = record = {"role": "assistant", "content": text}
-        else:
-            marks = "".join(call.tail[:-1])  # some models close their calls with special tokens
-            message = translator.message_of(
-                text + marks, request.tool_choice, request.tools, is_cut=call.finish_reason == "length", prompt=prompt
+        message = record = {"role": "assistant", "content": text}
+        if self._translator is not None:
+            message, record = self._translator.messages_of(
+                text,
+                request.tool_choice,
+                request.tools,
+                marks="".join(call.tail[:-1]),  # some models close their calls with special tokens
+                is_cut=call.finish_reason == "length",
+                prompt=prompt,
             )
-            if not message.get("tool_calls"):
-                message = {"role": "assistant", "content": text}
-            record = translator.record_of(message, text + marks)
         if self._reasoning_parser:
             message = _without_thoughts(message, opening)
         return message, _whole(record, opening)
@@ -224,7 +220,7 @@ class ManagedServer(TrackedSequences):
         """
         translator, name = self._translator, request.wanted_tool
         assert translator is not None
-        made = self._called(call, request)
+        made = _called(call, translator, request)
         if call.finish_reason == "length" or (made and (not name or name in made)):
             return call
         what = f"call {name!r}" if name else "call a tool"
@@ -238,14 +234,9 @@ class ManagedServer(TrackedSequences):
         ids, sampling = [*prompt_ids, *call.body, *given], _for_the_rest(request.sampling, len(call.body))
         _, (rest,) = await self._generate(prompt.text + call.text + opening, ids, sampling, True)
         whole = call.continued(given, opening, rest)
-        if rest.finish_reason != "length" and not self._called(whole, request):
+        if rest.finish_reason != "length" and not _called(whole, translator, request):
             raise RequestFault(f"tool_choice says that the model must {what}, but it wrote {whole.text[-200:]!r}")
         return whole
-
-    def _called(self, call: Call, request: ChatRequest) -> list[str]:
-        text, is_cut = call.text + "".join(call.tail[:-1]), call.finish_reason == "length"
-        parsed = find_calls(self._tool_parser or "", text, request.tools or (), is_cut=is_cut)
-        return [each.name for each in parsed.calls] if parsed is not None else []
 
     async def completion(self, *, prompt: str, **kwargs: object) -> "Completion":
         """One text completion, tracked. `prompt` is sent as it is.
@@ -328,26 +319,14 @@ class ManagedServer(TrackedSequences):
         rest = text if base is None else text[len(base.full_text) :]
         if base is not None and not (ends_turns and base.tail and without_repeated(base.tail, rest) == rest):
             return self._behind(base, text, rest)
-        ids = drop_doubled_bos(self._encoded(text, add_special_tokens=True), codec.bos_token_id)
+        ids = drop_doubled_bos(codec.encode_most(text, self._length, add_special_tokens=True), codec.bos_token_id)
         return Prompt(text, array("i", ids) if self._for_agents else ids, text)
 
     def _behind(self, base: Call, text: str, rest: str) -> Prompt:
-        inserted = self._encoded(without_repeated(base.tail, rest), add_special_tokens=False)
+        new = without_repeated(base.tail, rest)
+        inserted = codec_of(self.tokenizer).encode_most(new, self._length, add_special_tokens=False)
         ids = base.ids + array("i", inserted) if self._for_agents else base.tokens + inserted
         return Prompt(text, ids, rest, base, inserted)
-
-    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a text; of one that is twice too long for the context as many as show it.
-
-        Megabytes of a tool's output take a minute, in which no other agent is answered.
-        """
-        codec, size = codec_of(self.tokenizer), BEGINNING * (self._length or len(text))
-        while size < len(text):
-            ids = codec.encode(text[:size], add_special_tokens=add_special_tokens)
-            if self._length is not None and len(ids) > 2 * self._length:
-                return ids
-            size *= 4
-        return codec.encode(text, add_special_tokens=add_special_tokens)
 
     def _convert_messages_to_prompt(self, messages: Messages, tools: object = None) -> str:
         rendered = render_keeping_thoughts if self._preserve_think_blocks else render
@@ -447,6 +426,13 @@ def _tokenizer_of(server: Server) -> Tokenizer:
 def _takes_packed(server: Server) -> bool:
     """Tell if a server takes ids as an array: a journal, and an author's own class, also one of ours, know lists."""
     return isinstance(server, TokenServer) and type(server) in (SGLangServer, VLLMServer) and server.one_by_one is None
+
+
+def _called(call: Call, translator: ToolCallTranslator, request: ChatRequest) -> list[str]:
+    """Return the names of the tools that a generated turn calls."""
+    text, is_cut = call.text + "".join(call.tail[:-1]), call.finish_reason == "length"
+    parsed = find_calls(translator.parser_name, text, request.tools or (), is_cut=is_cut)
+    return [each.name for each in parsed.calls] if parsed is not None else []
 
 
 def before_stop(text: str, stop: Sequence[str] | str | None) -> str:

@@ -12,11 +12,10 @@ from functools import cache
 from itertools import count
 from threading import Thread
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import orjson
 
-from atroposlib.envs.server_handling.conversation import GivenMessages
 from atroposlib.envs.server_handling.faults import ReplyFault, fault_in_reply, read_json
 from atroposlib.rollouts.trace import EngineReply, finish_reason_of
 from atroposlib.type_definitions import Json, JsonObject
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _PROCESS, _numbers = os.urandom(12).hex(), count()  # ids of replies: a system call for each would be dear
 Result = TypeVar("Result", "ChatCompletion", "Completion")
-Reply = TypeVar("Reply")
 
 _NOT_SAMPLING = frozenset({"model", "messages", "prompt", "tools", "tool_choice"})
 
@@ -48,26 +46,12 @@ def parse_chat(data: bytes, url: str = "") -> "Parsed[ChatCompletion]":
     Raises:
         RolloutFault: it is an error object or no reply at all.
     """
-
-    def flaw(choice: JsonObject) -> str | None:
-        message = choice.get("message")
-        if not isinstance(message, dict):
-            return "it has no message"
-        if message.get("content") is None and not message.get("tool_calls"):
-            message["content"] = ""
-        return None
-
-    return _parse(data, url, _types()[0], flaw)
+    return _parse(data, url, _types()[0], is_chat=True)
 
 
 def parse_completion(data: bytes, url: str = "") -> "Parsed[Completion]":
     """A text completion reply; null text becomes "". Faults as `parse_chat`."""
-
-    def flaw(choice: JsonObject) -> None:
-        if choice.get("text") is None:
-            choice["text"] = ""
-
-    return _parse(data, url, _types()[1], flaw)
+    return _parse(data, url, _types()[1], is_chat=False)
 
 
 def warm_up() -> None:
@@ -150,9 +134,7 @@ def _made(
     return reply
 
 
-def _parse(
-    data: bytes, url: str, result_type: "type[Result]", flaw: Callable[[JsonObject], str | None]
-) -> "Parsed[Result]":
+def _parse(data: bytes, url: str, result_type: "type[Result]", *, is_chat: bool) -> "Parsed[Result]":
     parsed = read_json(data)
     if fault := fault_in_reply(url, parsed):
         raise fault
@@ -161,10 +143,12 @@ def _parse(
     given, flaws = parsed["choices"], []
     parsed["choices"] = usable = []
     for choice in given:
-        wrong = _flaw(choice) or flaw(choice)
-        if wrong:
+        if wrong := _flaw(choice, is_chat=is_chat):
             flaws.append(f"{wrong}: {choice!a:.300}")
         else:
+            said, key = (choice["message"], "content") if is_chat else (choice, "text")
+            if said.get(key) is None and not (is_chat and said.get("tool_calls")):
+                said[key] = ""
             usable.append(choice)
     usage = parsed.get("usage")
     if isinstance(usage, dict):
@@ -175,8 +159,8 @@ def _parse(
     return Parsed(_build(result_type, parsed), len(given), flaws)
 
 
-def _flaw(choice: object) -> str | None:
-    """Why a choice cannot be used, whatever its kind; None when it can."""
+def _flaw(choice: object, *, is_chat: bool) -> str | None:
+    """Why a choice cannot be used; None when it can."""
     if not isinstance(choice, dict):
         return "it is no object"
     if choice.get("finish_reason") == "error" or choice.get("error"):
@@ -185,7 +169,7 @@ def _flaw(choice: object) -> str | None:
         orjson.dumps(choice)
     except TypeError as error:  # half a surrogate pair
         return f"it is no text ({error})"
-    return None
+    return "it has no message" if is_chat and not isinstance(choice.get("message"), dict) else None
 
 
 def _build(result_type: "type[Result]", parsed: JsonObject) -> "Result":
@@ -206,21 +190,13 @@ def _types() -> "tuple[type[ChatCompletion], type[Completion]]":
     return ChatCompletion, Completion
 
 
-class TrackedServer(Protocol):
-    """The calls of a managed server that a client makes."""
-
-    async def chat_completion(self, *, messages: GivenMessages, **kwargs: object) -> "ChatCompletion": ...
-
-    async def completion(self, *, prompt: str, **kwargs: object) -> "Completion": ...
-
-
 class ManagedServerAdapter:
     """`.chat.completions.create` and `.completions.create`; everything else is refused."""
 
-    def __init__(self, managed_server: TrackedServer, base_url: str) -> None:
+    def __init__(self, managed_server: Any, base_url: str) -> None:
         self.base_url = base_url
-        self.chat = SimpleNamespace(completions=_Route(managed_server.chat_completion))
-        self.completions = _Route(managed_server.completion)
+        self.chat = SimpleNamespace(completions=_route(managed_server.chat_completion))
+        self.completions = _route(managed_server.completion)
 
     async def post(self, path: str, body: object, cast_to: type) -> NoReturn:
         """Not available: only the two routes above are tracked."""
@@ -231,11 +207,10 @@ class ManagedServerAdapter:
         raise NotImplementedError("a managed server's client cannot be copied with other options")
 
 
-class _Route(Generic[Reply]):
-    def __init__(self, call: Callable[..., Awaitable[Reply]]) -> None:
-        self._call = call
-
-    async def create(self, **kwargs: object) -> Reply:
+def _route(call: Callable[..., Awaitable[object]]) -> SimpleNamespace:
+    async def create(**kwargs: object) -> object:
         """As OpenAI's `create`; `model` is the server's."""
         kwargs.pop("model", None)
-        return await self._call(**kwargs)
+        return await call(**kwargs)
+
+    return SimpleNamespace(create=create)

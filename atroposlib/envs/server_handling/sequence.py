@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+BEGINNING = 12
+"""So many characters for each token of its context an agent's prompt is tokenized at first."""
+
 _PROBE = "Is this n't a probe , it 's one ! \n 1 . 2 ?"
 """Text that a clean-up of spaces would change."""
 
@@ -46,6 +49,19 @@ class Codec:
         if backend is None or backend.truncation is not None or backend.padding is not None:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_most(self, text: str, length: int | None, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of a text; of one that is twice too long for a context of this length as many as show it.
+
+        Megabytes of a tool's output take a minute, in which no other agent is answered.
+        """
+        size = BEGINNING * (length or len(text))
+        while size < len(text):
+            ids = self.encode(text[:size], add_special_tokens=add_special_tokens)
+            if length is not None and len(ids) > 2 * length:
+                return ids
+            size *= 4
+        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         return self._decoder.decode(ids, skip_special_tokens=skip_special_tokens)

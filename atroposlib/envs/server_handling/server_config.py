@@ -208,22 +208,15 @@ def resolve_openai_configs(
     changes = {**(entries[0] if entries else {}), **flags}
     merged = {**openai_config_dict, **changes}
     if isinstance(default_server_configs, ServerBaseline):
-        return _one_server(default_server_configs, merged, changes)
+        names_endpoint = changes.keys() & (APIServerConfig.model_fields.keys() - ServerBaseline.model_fields.keys())
+        if isinstance(default_server_configs, APIServerConfig) or names_endpoint:
+            return [APIServerConfig(**{**default_server_configs.model_dump(), **merged})]
+        return ServerBaseline(**{**default_server_configs.model_dump(), **changes})
     if len(default_server_configs) > 1:
         if changes and logger is not None:
             logger.info("server settings apply to all %d servers: %s", len(default_server_configs), sorted(changes))
         return [APIServerConfig(**{**config.model_dump(), **changes}) for config in default_server_configs]
     return [APIServerConfig(**merged)]
-
-
-def _one_server(
-    default: ServerBaseline, merged: Mapping[str, object], changes: Mapping[str, object]
-) -> ServerBaseline | list[APIServerConfig]:
-    if isinstance(default, APIServerConfig):
-        return [APIServerConfig(**{**default.model_dump(), **merged})]
-    if changes.keys() & (APIServerConfig.model_fields.keys() - ServerBaseline.model_fields.keys()):
-        return [APIServerConfig(**{**default.model_dump(), **merged})]
-    return ServerBaseline(**{**default.model_dump(), **changes})
 
 
 def _yaml_entries(yaml_config: Mapping[str, Json] | None) -> list[Mapping[str, Json]]:
@@ -234,10 +227,6 @@ def _yaml_entries(yaml_config: Mapping[str, Json] | None) -> list[Mapping[str, J
     if not all(isinstance(entry, Mapping) for entry in entries):
         raise ConfigError(f"openai: in the YAML file is {openai!r}; write one mapping, or a list of mappings")
     return entries
-
-
-def local_base_urls() -> list[str]:
-    return [f"http://localhost:{port}/v1" for port in LOCAL_PORTS]
 
 
 def slurm_base_urls(environ: Mapping[str, str]) -> list[str]:

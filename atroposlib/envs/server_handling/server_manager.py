@@ -5,9 +5,9 @@ import inspect
 import math
 import os
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, Field, PositiveInt
 
@@ -27,12 +27,14 @@ from atroposlib.envs.server_handling.server_baseline import (
 )
 from atroposlib.envs.server_handling.server_config import (
     LOCAL_API_KEY,
-    local_base_urls,
+    LOCAL_PORTS,
     slurm_base_urls,
     without_login,
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.token_server import EngineIdentity, TokenServer
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, EngineFault
 from atroposlib.rollouts.trace import EngineReply, current_trace, further_part, held_replies
 from atroposlib.type_definitions import JsonObject, Tokenizer
@@ -53,9 +55,7 @@ __all__ = [
     "ServerManagerConfig",
 ]
 
-Reply = TypeVar("Reply")
 ServerT = TypeVar("ServerT", bound=Server)
-Method = Callable[[Server], Callable[..., Awaitable[Reply]]]
 DEFAULT_MAX_N = 8
 SLOT_POLL_S = 0.05
 CHECK_S = 8.0
@@ -111,15 +111,14 @@ class ServerManager:
         Raises:
             RolloutFault: RequestFault, EngineFault or KilledFault, see `APIServer`.
         """
-        return join_choices(await self._in_parts(lambda server: server.chat_completion, GenerationRequest(kwargs)))
+        return join_choices(await self._in_parts("chat_completion", GenerationRequest(kwargs)))
 
     async def completion(self, **kwargs: object) -> "Completion":
-        return join_choices(await self._in_parts(lambda server: server.completion, GenerationRequest(kwargs)))
+        return join_choices(await self._in_parts("completion", GenerationRequest(kwargs)))
 
     async def tokens_and_logprobs_completion(self, **kwargs: object) -> TokensAndLogprobs:
         """Prompt ids [P], output ids [n][T], log-probabilities [n][T], finish reasons [n]."""
-        request = GenerationRequest(kwargs)
-        parts = await self._in_parts(lambda server: server.tokens_and_logprobs_completion, request)
+        parts = await self._in_parts("tokens_and_logprobs_completion", GenerationRequest(kwargs))
         prompt_ids, outputs, logprobs, reasons = parts[0]
         return (
             prompt_ids,
@@ -129,7 +128,7 @@ class ServerManager:
         )
 
     async def get_logprobs(self, **kwargs: object) -> JsonObject:
-        return await self._on_best(lambda server: server.get_logprobs, GenerationRequest(kwargs))
+        return await self._on_best("get_logprobs", GenerationRequest(kwargs))
 
     def adopt_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Let the servers that name no tokenizer of their own use this one."""
@@ -259,7 +258,7 @@ class ServerManager:
             count_lease(server, "train", -1)
             managed.reset()
 
-    async def _in_parts(self, method: Method[Reply], request: GenerationRequest) -> list[Reply]:
+    async def _in_parts(self, method: str, request: GenerationRequest) -> list[Any]:
         """Results of the parts that `n` is split into, each on the server that is best for it."""
         sizes = part_sizes(request.n, self.max_n_completions)
         if len(sizes) == 1:
@@ -267,7 +266,7 @@ class ServerManager:
 
         held: list[list[EngineReply]] = [[] for _ in sizes]
 
-        async def part(index: int, n: int) -> Reply:
+        async def part(index: int, n: int) -> Any:
             with held_replies() as held[index]:
                 return await self._on_best(method, request.of(n=n))
 
@@ -279,11 +278,11 @@ class ServerManager:
                     for reply in replies:
                         trace.record(further_part(reply) if index else reply)
 
-    async def _on_best(self, method: Method[Reply], request: GenerationRequest) -> Reply:
+    async def _on_best(self, method: str, request: GenerationRequest) -> Any:
         server = pick_server(self.servers, request.split)
         count_lease(server, request.split, 1)
         try:
-            return await method(server)(**request.options)
+            return await getattr(server, method)(**request.options)
         finally:
             count_lease(server, request.split, -1)
 
@@ -310,7 +309,7 @@ def server_configs(configs: ServerBaseline | Sequence[APIServerConfig], slurm: b
     if isinstance(configs, APIServerConfig):
         configs = [configs]
     if isinstance(configs, ServerBaseline):
-        urls = slurm_base_urls(os.environ) or local_base_urls()
+        urls = slurm_base_urls(os.environ) or [f"http://localhost:{port}/v1" for port in LOCAL_PORTS]
         fields = configs.model_dump()
         return [APIServerConfig(**{"api_key": LOCAL_API_KEY, **fields, "base_url": url}) for url in urls]
     if not configs:
@@ -414,19 +413,11 @@ def _build_server(config: APIServerConfig, server_class: type, reasoning_config:
 
 
 def _class_for(server_type: str) -> type[APIServer]:
-    """Imported when needed: TRL's client loads transformers."""
-    if server_type == "openai":
-        return OpenAIServer
-    if server_type == "sglang":
-        from atroposlib.envs.server_handling.sglang_server import SGLangServer
-
-        return SGLangServer
-    if server_type == "vllm":
-        from atroposlib.envs.server_handling.vllm_server import VLLMServer
-
-        return VLLMServer
+    known: dict[str, type[APIServer]] = {"openai": OpenAIServer, "sglang": SGLangServer, "vllm": VLLMServer}
+    if server_type in known:
+        return known[server_type]
     if server_type == "trl":
-        from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
+        from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer  # loads transformers
 
         return TrlVllmServer
     raise ConfigError(f"server_type is {server_type!r}; use openai, sglang, vllm or trl")

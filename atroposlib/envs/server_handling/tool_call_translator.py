@@ -16,7 +16,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from atroposlib.envs.server_handling.conversation import Message, joined_text, keys_of, shows_tools
+from atroposlib.envs.server_handling.conversation import Message, copied, joined_text, keys_of, shows_tools
 from atroposlib.envs.server_handling.tool_formats import WrittenCall, find_calls, tool_format
 from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import Json, Tokenizer
@@ -57,64 +57,51 @@ class ToolCallTranslator:
         raw_text: str,
         tool_choice: str | Mapping[str, Json] | None = None,
         tools: Sequence[Mapping[str, Json]] | None = None,
-        *,
-        is_cut: bool = False,
-        prompt: str = "",
     ) -> tuple[str | None, list[ToolCall] | None, Literal["stop", "tool_calls"]]:
-        """Content, calls and finish reason of one generation, whose calls are named after it and its prompt.
+        """Content, calls and finish reason of one generation.
 
         Without `tools`, with `tool_choice="none"` or without a usable call: (raw_text, None, "stop"). The "stop" then
         says only that no tool was called; the engine's own reason is the one to report.
         """
+        message, _ = self.messages_of(raw_text, tool_choice, tools)
+        calls = [ToolCall.model_validate(call) for call in message.get("tool_calls", ())]
+        return message["content"], calls or None, "tool_calls" if calls else "stop"
+
+    def messages_of(
+        self,
+        text: str,
+        tool_choice: str | Mapping[str, Json] | None,
+        tools: Sequence[Mapping[str, Json]] | None,
+        *,
+        marks: str = "",
+        is_cut: bool = False,
+        prompt: str = "",
+    ) -> tuple[Message, Message]:
+        """Return the assistant's message of one generation in OpenAI's form, and as a record has it.
+
+        A record has the raw text where there is some behind a call. The calls are dicts, absent where there are none,
+        and named after the generation and its prompt.
+
+        Args:
+            marks: special tokens behind the text, by which a call may end.
+        """
+        plain, raw_text = {"role": "assistant", "content": text}, text + marks
         is_off = not tools or tool_choice == "none"
         parsed = None if is_off else find_calls(self.parser_name, raw_text, tools or (), is_cut=is_cut)
         if parsed is None:
-            return raw_text, None, "stop"
-        content = parsed.before + parsed.after
+            return plain, plain
         generation = self._name_of(prompt, raw_text)
         calls = [
             ToolCall(
                 id=self._id_of(generation, number, call),
                 function=FunctionCall(name=call.name, arguments=call.arguments),
-            )
+            ).model_dump()
             for number, call in enumerate(parsed.calls)
         ]
-        self.call_id_to_raw_text.update({call.id: raw_text for call in calls})
-        message = {
-            "role": "assistant",
-            "content": content or None,
-            "tool_calls": [call.model_dump() for call in calls],
-        }
-        self._handed_out.update({call.id: message for call in calls})
-        return message["content"], calls, "tool_calls"
-
-    def message_of(
-        self,
-        raw_text: str,
-        tool_choice: str | Mapping[str, Json],
-        tools: Sequence[Mapping[str, Json]] | None,
-        *,
-        is_cut: bool = False,
-        prompt: str = "",
-    ) -> Message:
-        """The assistant message of one generation in OpenAI's form; `tool_calls` are dicts, absent without calls."""
-        wanted = tool_choice if isinstance(tool_choice, str) else "auto"
-        content, calls, _ = self.parse_model_output(raw_text, wanted, tools, is_cut=is_cut, prompt=prompt)
-        message: Message = {"role": "assistant", "content": content}
-        return {**message, "tool_calls": [call.model_dump() for call in calls]} if calls else message
-
-    def record_of(self, message: Message, raw_text: str) -> Message:
-        """The message for a record: as it is, or only the raw text where there is text behind a call."""
-        calls = message.get("tool_calls")
-        is_whole = not calls or (
-            raw_text.startswith(message.get("content") or "") and not self._has_rest(calls, raw_text)
-        )
-        return message if is_whole else {"role": "assistant", "content": raw_text}
-
-    def _has_rest(self, calls: Sequence[Mapping[str, Json]], raw_text: str) -> bool:
-        offered = [{"function": {"name": call["function"]["name"]}} for call in calls]
-        parsed = find_calls(self.parser_name, raw_text, offered)
-        return parsed is None or bool(parsed.after)
+        message = {"role": "assistant", "content": parsed.before + parsed.after or None, "tool_calls": calls}
+        for call in calls:
+            self.call_id_to_raw_text[call["id"]], self._handed_out[call["id"]] = raw_text, message
+        return copied(message), {"role": "assistant", "content": raw_text} if parsed.after else copied(message)
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Mapping[str, Json]]) -> str:
         """Return what the model wrote for these calls, or write them now where their first id is unknown."""
