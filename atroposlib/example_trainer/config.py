@@ -26,6 +26,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.example_trainer.losses import (
     AdvantageKind,
     Aggregation,
+    KLControl,
     KLKind,
     MaxEntNLL,
     MismatchKind,
@@ -186,6 +187,8 @@ class KLSettings(RecipeSettings):
     kl_is_correct: bool = Field(False, description="Multiply the KL term by the policy ratio (DeepSeek-V3.2).")
     kl_target: NonNegativeFloat | None = Field(None, description="Nats per token; null: beta stays.")
     kl_horizon: NonNegativeFloat | None = Field(None, description="How slowly beta follows.")
+    kl_control: KLControl = "ziegler"
+    kl_ctl_step_size: PositiveFloat = 0.15
 
 
 class MaxEntSettings(RecipeSettings):
@@ -201,6 +204,7 @@ class MaxEntSettings(RecipeSettings):
     maxent_tau_lr: PositiveFloat = 0.05
     maxent_tau_min: PositiveFloat = 0.01
     maxent_tau_max: PositiveFloat = 10.0
+    maxent_tau_warmup_steps: NonNegativeInt = 0
 
 
 class ConnectionSettings(RecipeSettings):

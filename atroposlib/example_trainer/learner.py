@@ -223,13 +223,16 @@ class Learner:
         self.ranks = Ranks(self.policy.device)
         self.optimizer = make_optimizer(config, self.policy)
         self.scheduler = make_scheduler(config, self.optimizer)
-        self.kl = KLController(config.init_kl_coeff, config.kl_target, config.kl_horizon)
+        self.kl = KLController(
+            config.init_kl_coeff, config.kl_target, config.kl_horizon, config.kl_control, config.kl_ctl_step_size
+        )
         self.tau = TauController(
             config.maxent_tau,
             config.maxent_target_weight_entropy,
             config.maxent_tau_lr,
             tau_min=config.maxent_tau_min,
             tau_max=config.maxent_tau_max,
+            warmup_steps=config.maxent_tau_warmup_steps,
         )
         self.step = 0
 

@@ -17,7 +17,7 @@ from atroposlib.errors import DataError
 from atroposlib.example_trainer.config import TrainingConfig
 from atroposlib.example_trainer.data import TrainingRow
 from atroposlib.example_trainer.layout import MicroBatch, token_advantages
-from atroposlib.example_trainer.losses import maxent, policy
+from atroposlib.example_trainer.losses import KLControl, maxent, policy
 from atroposlib.example_trainer.losses.advantages import Groups, overlong_penalty, row_advantages
 from atroposlib.example_trainer.losses.policy import (
     StepTotals,
@@ -227,13 +227,16 @@ def _mean_entropy(weights: Tensor, groups: Groups) -> float:
 class KLController:
     """Raises beta while the KL is above its target and lowers it below; multiplicative, so a beta of 0 stays 0.
 
-    beta *= 1 + e * samples / horizon with e = kl / target - 1, clipped to +-0.2 (arXiv:1909.08593, TRL, verl). Off when
-    target or horizon is not above 0; a KL that is not finite changes nothing.
+    ziegler: beta *= 1 + e * samples / horizon, e clipped to +-0.2 (arXiv:1909.08593, TRL, verl).
+    step:    beta *= 1 + e / horizon, e clipped to +-`step_size` (maxent-grpo).
+    with e = kl / target - 1. Off when target or horizon is not above 0; a KL that is not finite changes nothing.
     """
 
     beta: float
     target: float | None = None
     horizon: float | None = None
+    kind: KLControl = "ziegler"
+    step_size: float = 0.15
 
     @property
     def is_on(self) -> bool:
@@ -242,8 +245,9 @@ class KLController:
     def update(self, kl: float, samples: int) -> float:
         """Note the mean KL of one step over `samples` sequences; the new beta."""
         if self.is_on and self.target and self.horizon and math.isfinite(kl):
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.beta = max(0.0, self.beta * (1 + error * samples / self.horizon))
+            limit, steps = (0.2, samples) if self.kind == "ziegler" else (self.step_size, 1)
+            error = min(max(kl / self.target - 1, -limit), limit)
+            self.beta = max(0.0, self.beta * (1 + error * steps / self.horizon))
         return self.beta
 
 
@@ -260,11 +264,14 @@ class TauController:
     decay: float = 0.9
     tau_min: float = 0.01
     tau_max: float = 10.0
+    warmup_steps: int = 0
     ema: float | None = None
+    steps: int = 0
 
     def update(self, entropy: float) -> float:
         """Note the mean weight entropy (nats) of one step; the new tau."""
-        if self.target_entropy is None or not math.isfinite(entropy):
+        self.steps += 1
+        if self.target_entropy is None or self.steps <= self.warmup_steps or not math.isfinite(entropy):
             return self.tau
         self.ema = entropy if self.ema is None else self.decay * self.ema + (1 - self.decay) * entropy
         tau = math.exp(math.log(self.tau) + self.rate * (self.target_entropy - self.ema))
@@ -274,7 +281,7 @@ class TauController:
 
 def controller_state(kl: KLController, tau: TauController) -> dict[str, dict[str, float | None]]:
     """Return what a checkpoint keeps of both."""
-    return {"kl": {"beta": kl.beta}, "tau": {"tau": tau.tau, "ema": tau.ema}}
+    return {"kl": {"beta": kl.beta}, "tau": {"tau": tau.tau, "ema": tau.ema, "steps": tau.steps}}
 
 
 def restore_controllers(kl: KLController, tau: TauController, state: dict[str, dict[str, float | None]]) -> None:
@@ -285,3 +292,4 @@ def restore_controllers(kl: KLController, tau: TauController, state: dict[str, d
         tau.tau = float(state["tau"]["tau"] or tau.tau)
     ema = state["tau"]["ema"]
     tau.ema = None if ema is None else float(ema)
+    tau.steps = int(state["tau"].get("steps") or 0)

@@ -109,9 +109,7 @@ def _slice_scores(
     logits = _logits(model, hidden)
     with torch.autocast(logits.device.type, enabled=False):  # the float32 below is meant
         logp, entropies = _Scores.apply(logits, targets, temperature, entropy)  # pyright: ignore[reportGeneralTypeIssues]
-        of_named: Tensor = logp.new_zeros(named.shape)
-        if named.shape[1]:  # computed again in the backward pass, as float32 tables of the logits' size are not kept
-            of_named = checkpoint(_named, logits, named, use_reentrant=False)
+        of_named: Tensor = _Named.apply(logits, named) if named.shape[1] else logp.new_zeros(named.shape)
     return logp, entropies, of_named
 
 
@@ -134,9 +132,34 @@ class _Scores(torch.autograd.Function):
         return fused(_gradient, grad.device)(grad, *ctx.saved_tensors), None, None, None
 
 
-def _named(logits: Tensor, named: Tensor) -> Tensor:
-    """[K,k] log-probabilities of k tokens at each position, in float32, of the distribution at temperature 1."""
-    return logits.gather(-1, named).float() - logits.float().logsumexp(-1, keepdim=True)
+class _Named(torch.autograd.Function):
+    """[K,k] log-probabilities of k tokens at each position, in float32, of the distribution at temperature 1.
+
+    As in `_Scores`, no float32 table of the logits' size is kept for the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, named: Tensor) -> Tensor:
+        log_norm = fused(_log_norm, logits.device)(logits)
+        ctx.save_for_backward(logits, named, log_norm)
+        return logits.gather(-1, named).float() - log_norm[:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits, named, log_norm = ctx.saved_tensors
+        gradient = fused(_named_gradient, grad.device)(grad.sum(-1), logits, log_norm)
+        return gradient.scatter_add(-1, named, grad.to(gradient.dtype)), None
+
+
+def _log_norm(logits: Tensor) -> Tensor:
+    """[K] logarithms of the normalizer at temperature 1."""
+    return logits.float().logsumexp(-1)
+
+
+def _named_gradient(total: Tensor, logits: Tensor, log_norm: Tensor) -> Tensor:
+    """[K,V] gradient of the logits by the normalizer alone: -probability * the sum of the gradients."""
+    return (-(logits.float() - log_norm[:, None]).exp() * total[:, None]).to(logits.dtype)
 
 
 def _scores(logits: Tensor, targets: Tensor, temperature: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -107,17 +107,20 @@ def test_m4_weighted_likelihood_as_sum_and_per_token():
 
 
 M5 = {
-    "above": (0.04, 10_000, 0.14, 0.0402048),
-    "below": (0.04, 10_000, 0.0, 0.0397952),
-    "a little above": (0.04, 10_000, 0.0735, 0.0400512),
-    "a beta of zero stays": (0.0, 10_000, 0.14, 0.0),
-    "not a number changes nothing": (0.04, 10, math.nan, 0.04),
+    "step, above": ("step", 0.04, 10, 0.14, 0.0406),
+    "step, a little above": ("step", 0.04, 10, 0.0735, 0.0402),
+    "step, the published recipe hardly moves": ("step", 3.0, 50_000, 0.14, 3.000009),
+    "ziegler, above": ("ziegler", 0.04, 10_000, 0.14, 0.0402048),
+    "ziegler, below": ("ziegler", 0.04, 10_000, 0.0, 0.0397952),
+    "ziegler, a little above": ("ziegler", 0.04, 10_000, 0.0735, 0.0400512),
+    "a beta of zero stays": ("ziegler", 0.0, 10_000, 0.14, 0.0),
+    "not a number changes nothing": ("step", 0.04, 10, math.nan, 0.04),
 }
 
 
-@pytest.mark.parametrize(("beta", "horizon", "kl", "expected"), M5.values(), ids=M5)
-def test_m5_kl_controller(beta, horizon, kl, expected):
-    controller = KLController(beta, target=0.07, horizon=horizon)
+@pytest.mark.parametrize(("kind", "beta", "horizon", "kl", "expected"), M5.values(), ids=M5)
+def test_m5_kl_controller(kind, beta, horizon, kl, expected):
+    controller = KLController(beta, target=0.07, horizon=horizon, kind=kind)
     assert controller.update(kl, samples=256) == pytest.approx(expected, abs=1e-9)
 
 
@@ -136,11 +139,17 @@ def test_tau_stays_inside_its_bounds():
     assert TauController(0.2, target_entropy=100.0, rate=1.0, tau_max=0.25).update(0.0) == 0.25
 
 
+def test_tau_waits_for_its_warm_up():
+    controller = TauController(0.2, target_entropy=1.0, rate=0.05, warmup_steps=2)
+    assert [controller.update(h) for h in (5.0, 5.0)] == [0.2, 0.2]
+    assert controller.update(0.3) == pytest.approx(0.207124, abs=1e-6)  # the first of M-6
+
+
 def test_controllers_go_on_where_they_were():
-    kl, tau = KLController(0.1, 0.07, 10), TauController(0.2, target_entropy=1.0)
+    kl, tau = KLController(0.1, 0.07, 10, "step"), TauController(0.2, target_entropy=1.0)
     kl.update(1.0, 8)
     tau.update(0.3)
-    kl_again, tau_again = KLController(0.1, 0.07, 10), TauController(0.2, target_entropy=1.0)
+    kl_again, tau_again = KLController(0.1, 0.07, 10, "step"), TauController(0.2, target_entropy=1.0)
     restore_controllers(kl_again, tau_again, controller_state(kl, tau))
     assert kl_again == kl
     assert tau_again == tau
@@ -201,3 +210,9 @@ def test_a_group_without_valid_rows_weighs_nothing(tau):
 def test_zero_advantages_weigh_exactly_one_in_groups_of_any_size():
     groups = Groups(torch.arange(49) // 49, 1)
     assert (maxent.xdr_weights(torch.zeros(49, dtype=torch.float64), groups, tau=0.05) == 1).all()
+
+
+def test_a_checkpoint_without_taus_steps_opens():
+    tau = TauController(0.2, target_entropy=1.0)
+    restore_controllers(KLController(0.1), tau, {"kl": {"beta": 0.1}, "tau": {"tau": 0.3, "ema": 0.5}})
+    assert (tau.tau, tau.ema, tau.steps) == (0.3, 0.5, 0)

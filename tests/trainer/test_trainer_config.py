@@ -34,6 +34,12 @@ def test_flags_override_the_recipe_and_the_recipe_the_defaults(tmp_path):
     assert (config.lr, config.batch_size, config.seq_len) == (2e-6, 16, 2048)
 
 
+def test_a_recipe_of_maxent_grpo_steers_beta_and_tau_as_there(tmp_path):
+    path = recipe(tmp_path, "model_name: m\nkl_control: step\nkl_ctl_step_size: 0.1\nmaxent_tau_warmup_steps: 3\n")
+    config = config_from_args(parse_args(["--config", path]))
+    assert (config.kl_control, config.kl_ctl_step_size, config.maxent_tau_warmup_steps) == ("step", 0.1, 3)
+
+
 def test_an_unknown_key_names_the_nearest_one(tmp_path):
     path = recipe(tmp_path, "model_name: m\nbatchsize: 16\n")
     with pytest.raises(ConfigError, match="unknown key 'batchsize'; did you mean 'batch_size'"):
