@@ -70,6 +70,22 @@ class _Running:
     reserved: int = 0  # tokens of the budget that it may use
     abandonment: asyncio.TimerHandle | None = None  # while nobody waits
 
+    @contextlib.contextmanager
+    def waited_for(self, task: "asyncio.Task[Exchange]", abandon: Callable[..., None]) -> Iterator[None]:
+        """Count a client that waits. Once none does, the request runs on for `KEPT_FOR_RETRY_S`, then it is abandoned."""
+        self.waiting += 1
+        self.keep()
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+            if not self.waiting and not task.done():
+                self.abandonment = asyncio.get_running_loop().call_later(KEPT_FOR_RETRY_S, abandon, task)
+
+    def keep(self) -> None:
+        if self.abandonment is not None:
+            self.abandonment.cancel()
+
 
 class Rollout:
     """One rollout: its settings, its record, and what runs for it now."""
@@ -144,21 +160,13 @@ class Rollout:
         return await self._joined(task)
 
     async def _joined(self, task: "asyncio.Task[Exchange]") -> Exchange:
-        """Wait for a running request. Once nobody waits, it runs on for `KEPT_FOR_RETRY_S`."""
-        running = self._running[task]
-        running.waiting += 1
-        if running.abandonment is not None:
-            running.abandonment.cancel()
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise SealedError(f"rollout {self.id} ended while this request ran") from None
-            raise
-        finally:
-            running.waiting -= 1
-            if not running.waiting and not task.done():
-                running.abandonment = asyncio.get_running_loop().call_later(KEPT_FOR_RETRY_S, self._abandon, task)
+        with self._running[task].waited_for(task, self._abandon):
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.cancelled():
+                    raise SealedError(f"rollout {self.id} ended while this request ran") from None
+                raise
 
     def _abandon(self, task: "asyncio.Task[Exchange]") -> None:
         """Abort a request; the engine does so when its connection closes."""
@@ -167,8 +175,7 @@ class Rollout:
 
     def _done(self, task: "asyncio.Task[Exchange]") -> None:
         self.last_used = time.monotonic()
-        if (timer := self._running.pop(task).abandonment) is not None:
-            timer.cancel()
+        self._running.pop(task).keep()
 
     @property
     def is_busy(self) -> bool:
