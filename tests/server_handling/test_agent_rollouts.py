@@ -1244,6 +1244,20 @@ async def test_a_row_ends_with_what_was_generated_where_the_context_had_no_room_
     assert (ending(rollout, row).message["content"], ending(rollout, row).finish_reason) == ("", "length")
 
 
+async def test_a_row_behind_which_the_engine_changed_the_prompt_ends_with_its_own_answer():
+    class Trimming(FakeServer):
+        async def tokens_and_logprobs_completion(self, **kwargs):
+            ids, *rest = await super().tokens_and_logprobs_completion(**kwargs)
+            return [ids[0], *ids[2:]], *rest
+
+    server = Trimming(["one", "two"], tokenizer=Tokenizer())
+    rollout = Rollouts(lambda settings: managed_for(server, server.tokenizer, settings)).create(RolloutSettings())
+    said = await talk(rollout, HELLO, tools=None)
+    await talk(rollout, [*HELLO, said, *HELLO], tools=None)
+    ends = [ending(rollout, row) for row in rows_of(rollout)]
+    assert [(end.message["content"], end.finish_reason) for end in ends] == [("one", "stop"), ("two", "stop")]
+
+
 async def test_paths_get_their_roles_by_their_form_and_only_some_take_loss():
     texts = ["title", "main 1", "sub 1", "retried", "main 2", "again"]
     rollout = rollouts_of(*texts).create(RolloutSettings())

@@ -274,6 +274,31 @@ async def test_a_conversation_goes_further_behind_a_prompt_that_the_engine_chang
     assert managed.get_state()["nodes"][-1].messages == messages[:-1]
 
 
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (lambda managed: managed.current_nodes.clear(), ["two"]),
+        (lambda managed: setattr(managed, "current_nodes", []), ["two"]),
+        (lambda managed: managed.current_nodes.insert(0, managed.current_nodes[0].model_copy()), ["one", "two"]),
+    ],
+    ids=["cleared", "replaced", "moved"],
+)
+async def test_a_sequence_takes_the_place_of_the_one_it_extends_where_an_author_has_changed_the_list(change, kept):
+    managed = managed_of(FakeServer(["one", "two"]))
+    await managed.chat_completion(messages=[USER])
+    change(managed)
+    await managed.chat_completion(messages=[USER, said("one"), USER])
+    assert [node.messages[-1]["content"] for node in managed.get_state()["nodes"]] == kept
+
+
+async def test_an_author_can_empty_the_sequences_of_a_tree():
+    managed = managed_of(FakeServer(["one", "two"]), track_tree=True)
+    await managed.chat_completion(messages=[USER])
+    managed.sequences.clear()
+    await managed.chat_completion(messages=[USER, said("one"), USER])
+    assert [node.messages[-1]["content"] for node in managed.get_state()["sequences"].values()] == ["two"]
+
+
 async def test_what_an_author_writes_into_a_node_reaches_no_later_request():
     server = FakeServer(["one", "two"])
     managed = managed_of(server)

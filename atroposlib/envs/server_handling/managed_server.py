@@ -393,12 +393,14 @@ class ManagedServer(TrackedSequences):
     def _note_ends(self, calls: list[Call], base: Call | None) -> None:
         """Let calls end sequences, the first in place of `base` unless another has continued that; in tree mode all."""
         place = self._ends.index(base) if base in self._ends and not self.track_tree else None
-        self._ends = put(self._ends, calls, place)
-        self._store([call.node for call in calls if call.node is not None], place)
+        put(self._ends, calls, place)
+        before = base if place is not None else None
+        nodes = [call.node for call in calls if call.node is not None]
+        self._store(nodes, before.node if before is not None else None)
         if self.track_tree:
             self._ends = list({call.full_text: call for call in self._ends}.values())
-        elif base is not None and place is not None:
-            base.node = None
+        elif before is not None:
+            before.node = None
 
     def _get_translator(self) -> ToolCallTranslator | None:
         """Return the translator of calls, by the name that tests written for 0.4.0 use."""

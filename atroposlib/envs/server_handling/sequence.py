@@ -422,36 +422,33 @@ class TrackedSequences:
     def __init__(self, track_tree: bool) -> None:
         self.track_tree = track_tree
         self.current_nodes: list[SequenceNode] = []
-
-    @property
-    def sequences(self) -> dict[str, SequenceNode]:
-        """In tree mode the sequences by their texts."""
-        return {node.full_text: node for node in self.current_nodes} if self.track_tree else {}
+        self.sequences: dict[str, SequenceNode] = {}  # tree mode only
 
     def get_state(self) -> State:
         """`{"nodes": [...]}`; in tree mode `{"sequences": {...}, "tree": {...}}`. Copies, which survive `reset`."""
         if self.track_tree:
-            return cast(State, {"sequences": self.sequences, "tree": self.sequences})
+            return cast(State, {"sequences": dict(self.sequences), "tree": dict(self.sequences)})
         return {"nodes": self.nodes()}
 
     def reset(self) -> None:
-        self.current_nodes = []
+        self.current_nodes, self.sequences = [], {}
 
     def nodes(self) -> list[SequenceNode]:
         """Return the sequences; in tree mode every intermediate one."""
-        return list(self.current_nodes)
+        return list(self.sequences.values()) if self.track_tree else list(self.current_nodes)
 
-    def _store(self, nodes: list[SequenceNode], place: int | None = None, *, made_up: bool = False) -> None:
-        """Put the first in place of the sequence that it extends, the others at the end."""
+    def _store(self, nodes: list[SequenceNode], before: SequenceNode | None = None, *, made_up: bool = False) -> None:
+        """Put the first in place of the one that it extends, which authors may have moved, the others at the end."""
         note_chats(nodes, made_up=made_up)
-        self.current_nodes = put(self.current_nodes, nodes, place)
         if self.track_tree:
-            self.current_nodes = list(self.sequences.values())
+            self.sequences.update((node.full_text, node) for node in nodes)
+        else:
+            place = next((index for index, node in enumerate(self.current_nodes) if node is before), None)
+            put(self.current_nodes, nodes, place)
 
 
-def put(known: Sequence[T], new: Sequence[T], place: int | None) -> list[T]:
-    """Return what is known with the first of the new in that place, and the others at the end; None: all of them."""
-    kept = list(known)
+def put(known: list[T], new: Sequence[T], place: int | None) -> None:
+    """Put the first of the new in that place, and the others at the end; None: all of them."""
     if place is not None and new:
-        kept[place], new = new[0], new[1:]
-    return [*kept, *new]
+        known[place], new = new[0], new[1:]
+    known.extend(new)

@@ -72,7 +72,7 @@ class _Running:
 
     @contextlib.contextmanager
     def waited_for(self, task: "asyncio.Task[Exchange]", abandon: Callable[..., None]) -> Iterator[None]:
-        """Count a client that waits. Once none does, the request runs on for `KEPT_FOR_RETRY_S`, then it is abandoned."""
+        """Count a client that waits. Once none does, the request is abandoned after `KEPT_FOR_RETRY_S`."""
         self.waiting += 1
         self.keep()
         try:

@@ -56,7 +56,7 @@ def ending(rollout: Rollout, row: Row) -> Answer:
     """Return the answer that ended a row's conversation: an empty one where the context had no room for more."""
     number, choice = row.calls[-1]
     exchange = rollout.exchanges[number]
-    if exchange.calls[choice].is_continued:
+    if any(call.parent is exchange.calls[choice] for other in rollout.exchanges for call in other.calls):
         return Answer({"role": "assistant", "content": ""}, "length", 0, 0)
     return exchange.answers[choice]
 
