@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BEGINNING = 12
-"""So many characters for each token of its context an agent's prompt is tokenized at first."""
+"""An agent's prompt is cut to this number of characters for each token of its context, at first."""
 
 _PROBE = "Is this n't a probe , it 's one ! \n 1 . 2 ?"
 """Text that a clean-up of spaces would change."""
